@@ -1,0 +1,1 @@
+"""Incident → Verdict. Pure; the signatures are one table."""
