@@ -126,6 +126,8 @@ class Incident:
     host_before: HostMemory | None = None
     host_after: HostMemory | None = None
     gpus: tuple[GpuMemory, ...] = ()
+    #: the devices before this life took any memory (memory nodes too: vLLM's CPU backend)
+    gpus_before: tuple[GpuMemory, ...] = ()
     #: processes of the dead tree that live on
     orphans: tuple[ProcessRef, ...] = ()
     vllm_version: str | None = None

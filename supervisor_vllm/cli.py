@@ -1,0 +1,249 @@
+"""The command line: one function a verb. Exit status: 0 done, 1 the answer is no, 2 wrong use (one line on stderr).
+
+Imports stand inside the verbs: the listener is one of them, and stays small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import __version__
+from .errors import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong use ends in one line, like every other mistake of a user."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, hint=f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        arguments = _parser().parse_args(argv)
+        code: int = arguments.verb(arguments)
+        sys.stdout.flush()
+        return code
+    except UserError as why:
+        print(f"supervisor-vllm: {why}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; the interpreter's own flush at exit must not complain again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="supervisor-vllm", description="Keeps vLLM alive under supervisord.")
+    parser.add_argument("--version", action="version", version=f"supervisor-vllm {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True, parser_class=_Parser)
+
+    init = verbs.add_parser("init", help="put the listener and the override into conf.d")
+    init.set_defaults(verb=_init)
+    init.add_argument("--program", required=True, help="the program's name in supervisord")
+    init.add_argument("--conf-dir", required=True, type=Path, help="the directory that supervisord includes")
+    init.add_argument("--supervisord-conf", type=Path, help="supervisord's main file (found by itself otherwise)")
+    init.add_argument("--state-dir", type=Path, help="where the journal lives (default /var/lib/supervisor-vllm)")
+    init.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, see the README")
+
+    listen = verbs.add_parser("listen", help="what supervisord runs: the event listener")
+    listen.set_defaults(verb=_listen)
+    listen.add_argument("--config", required=True, type=Path)
+
+    explain = verbs.add_parser("explain", help="say what killed vLLM, from a log, and what would be changed")
+    explain.set_defaults(verb=_explain)
+    explain.add_argument("log", metavar="LOG")
+    explain.add_argument("--command", default="", help="the launch command, as it stands in the program section")
+    end = explain.add_mutually_exclusive_group()
+    end.add_argument("--exit-status", type=int)
+    end.add_argument("--signal", help="the signal that ended it: SIGKILL, KILL or 9")
+    explain.add_argument("--pid", type=int, action="append", default=[], help="a pid of the dead tree (repeatable)")
+    explain.add_argument("--cgroup", help="its memory cgroup, as the kernel log names it")
+    explain.add_argument("--kernel-log", metavar="FILE", help="the kernel's log (dmesg, journalctl -k, kern.log)")
+    explain.add_argument("--gpu-total", type=int, metavar="BYTES")
+    explain.add_argument("--gpu-free", type=int, metavar="BYTES")
+    explain.add_argument("--vllm-version")
+    explain.add_argument("--json", action="store_true")
+
+    for name, verb, help_ in (
+        ("status", _status, "state, last verdict, what was changed, launches left"),
+        ("history", _history, "every incident with its plan and outcome"),
+    ):
+        shown = verbs.add_parser(name, help=help_)
+        shown.set_defaults(verb=verb)
+        shown.add_argument("program", nargs="?")
+        shown.add_argument("--json", action="store_true")
+        _add_config_options(shown)
+
+    for name, verb, help_ in (
+        ("undo", _undo, "drop the learned changes"),
+        ("uninstall", _uninstall, "take out what init added"),
+    ):
+        changing = verbs.add_parser(name, help=help_)
+        changing.set_defaults(verb=verb)
+        changing.add_argument("program")
+        _add_config_options(changing)
+
+    check = verbs.add_parser("check", help="look over the installation")
+    check.set_defaults(verb=_check)
+    check.add_argument("program", nargs="?")
+    check.add_argument("--json", action="store_true")
+    _add_config_options(check)
+    return parser
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", metavar="FILE", help="the file that init wrote")
+    parser.add_argument("--conf-dir", metavar="DIR", help="the directory that init wrote it to")
+
+
+# -- the verbs -----------------------------------------------------------------------------------------------------------
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from . import installation, report
+
+    result = installation.init(
+        program=arguments.program,
+        conf_dir=arguments.conf_dir,
+        supervisord_conf=arguments.supervisord_conf,
+        state_dir=arguments.state_dir,
+        settings=_set_options(arguments.set),
+    )
+    report.print_findings([(finding.level, finding.text) for finding in result.findings])
+    print(f"next: {result.next_command}\n      {result.next_effect}")
+    return 0
+
+
+def _set_options(options: list[str]) -> dict[str, str]:
+    settings = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise UserError(f"--set {option}: there is no '='", hint="write --set NAME=VALUE")
+        settings[name.strip()] = value.strip()
+    return settings
+
+
+def _listen(arguments: argparse.Namespace) -> int:
+    from .listener import listen
+
+    listen(arguments.config)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from .classify import classify
+    from .explain import incident_from_log
+    from .policy.plan import plan_next
+    from .settings import Settings
+    from .status import verdict_json
+
+    incident = incident_from_log(
+        arguments.log,
+        command=arguments.command,
+        exit_status=arguments.exit_status,
+        signal=arguments.signal,
+        pids=tuple(arguments.pid),
+        cgroup=arguments.cgroup,
+        kernel_log=arguments.kernel_log,
+        gpu_total=arguments.gpu_total,
+        gpu_free=arguments.gpu_free,
+        vllm_version=arguments.vllm_version,
+    )
+    verdict = classify(incident)
+    plan = plan_next(verdict, arguments.command, Settings(), vllm_version=incident.vllm_version)
+    explanation = verdict_json(verdict, plan)
+    if arguments.json:
+        _print_json(explanation)
+    else:
+        from .report import print_explanation
+
+        print_explanation(explanation)
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from .listener import is_running
+    from .status import status_json
+
+    config, journal = _open(arguments)
+    shown = status_json(journal, config, (arguments.program,) if arguments.program else ())
+    if arguments.json:
+        _print_json(shown)
+    else:
+        from .report import print_status
+
+        print_status(shown)
+    if not is_running(config.state_dir):
+        print("supervisor-vllm: the listener is not running; this is what it knew last", file=sys.stderr)
+    return 0 if all(program["state"] == "HEALTHY" for program in shown["programs"]) else 1
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    from .status import history_json
+
+    config, journal = _open(arguments)
+    if arguments.program:
+        config.program(arguments.program)
+    shown = history_json(journal, arguments.program)
+    if arguments.json:
+        _print_json(shown)
+    else:
+        from .report import print_history
+
+        print_history(shown)
+    return 0
+
+
+def _undo(arguments: argparse.Namespace) -> int:
+    from .config_file import find_config, load_config
+    from .launch import undo
+
+    config = load_config(find_config(arguments.config, arguments.conf_dir))
+    print(undo(config, arguments.program))
+    return 0
+
+
+def _uninstall(arguments: argparse.Namespace) -> int:
+    from . import installation, report
+    from .config_file import find_config, load_config
+
+    config = load_config(find_config(arguments.config, arguments.conf_dir))
+    result = installation.uninstall(config, arguments.program)
+    report.print_findings([(finding.level, finding.text) for finding in result.findings])
+    print(f"next: {result.next_command}\n      {result.next_effect}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from . import installation, report
+    from .config_file import find_config, load_config
+
+    config = load_config(find_config(arguments.config, arguments.conf_dir))
+    findings = installation.check(config, arguments.program)
+    if arguments.json:
+        _print_json({"findings": [{"level": finding.level, "text": finding.text} for finding in findings]})
+    else:
+        report.print_findings([(finding.level, finding.text) for finding in findings])
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _open(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from .config_file import find_config, load_config
+    from .journal import open_journal
+
+    config = load_config(find_config(arguments.config, arguments.conf_dir))
+    return config, open_journal(config.state_dir, read_only=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2))

@@ -1,0 +1,97 @@
+"""What the next launch runs: the user's command, the learned changes on top of it, and the override that carries them."""
+
+from __future__ import annotations
+
+from . import control, override
+from .context import Context, say
+from .control import ControlError
+from .errors import UserError
+from .incident import Change
+from .supervisord_conf import ProgramSection, program, read_conf
+
+
+def user_section(context: Context) -> ProgramSection:
+    """The program as the user's own files say it, read afresh. Raises UserError where they no longer hold it."""
+    conf = read_conf(context.config.supervisord_conf, skip=(context.program.override_path,))
+    return program(conf, context.name)
+
+
+def learned_changes(context: Context, base_command: str) -> tuple[Change, ...]:
+    """What was learned, without what the user has changed by hand since."""
+    changes = tuple(row.change for row in context.journal.learned(context.name))
+    return override.still_valid(base_command, changes)
+
+
+def current_command(context: Context) -> str:
+    """The raw command of the next launch, as it stands in the files (supervisord's expansions not expanded)."""
+    base = user_section(context).command
+    return override.apply_changes(base, learned_changes(context, base))
+
+
+def apply_override(context: Context, *, changed: bool) -> str | None:
+    """Write the override and let supervisord take it, both in this moment and only when something changes.
+
+    `changed`: the plan changes something; then it is applied even if the file says so already (a listener that was
+    killed between writing and applying). Returns the reason when it can't be applied; then the file is as before.
+    """
+    try:
+        section = user_section(context)
+    except UserError as why:
+        return str(why)
+    context.section = section
+    path = context.program.override_path
+    before = override.read_text(path)
+    text = _render(context, section)
+    if text == before and not changed:
+        return None
+    neighbours = control.running(context.server, section.group_name, section.neighbours)
+    if neighbours:
+        return (
+            f"the change can't be applied without stopping {', '.join(neighbours)} in the group {section.group_name}; "
+            f"when they may stop, run: supervisorctl update {section.group_name}"
+        )
+    override.write_override(path, text, like=section.file)
+    try:
+        applied = control.apply_config(context.server, section.group_name, section.full_names)
+    except ControlError as why:
+        _put_back(context, before)
+        return f"supervisord doesn't take the override: {why}"
+    if applied.problem:
+        _put_back(context, before)
+        return applied.problem
+    return None
+
+
+def _put_back(context: Context, before: str | None) -> None:
+    path = context.program.override_path
+    if before is None:
+        override.remove_override(path)
+    else:
+        override.write_override(path, before, like=context.section.file)
+
+
+def _render(context: Context, section: ProgramSection) -> str:
+    changes = learned_changes(context, section.command)
+    return override.render_override(section, changes)
+
+
+def follow_user_file(context: Context) -> str | None:
+    """Once a tick: the override must not outlive the user's section (supervisord would not start any more), and a hand
+    edit of the user's command must not be hidden by it. Returns a sentence when the program's section is gone."""
+    path = context.program.override_path
+    before = override.read_text(path)
+    if before is None:
+        return None
+    try:
+        section = user_section(context)
+    except UserError as why:
+        override.remove_override(path)
+        say(context.name, f"override removed: {why}")
+        return f"its section is gone from the configuration ({why}); the override was removed"
+    if override.read_command(before) is None or override.is_built_from(before, section.command):
+        return None
+    changes = learned_changes(context, section.command)
+    context.journal.replace_learned(context.name, changes, incident_id=None)
+    override.write_override(path, override.render_override(section, changes), like=section.file)
+    say(context.name, "the user's command was edited: the override was rebuilt from it; `supervisorctl update` applies it")
+    return None

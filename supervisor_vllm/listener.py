@@ -1,0 +1,232 @@
+"""The event listener: supervisord's protocol in, one recovery a program.
+
+The thread that reads the protocol answers each event at once and does nothing else: supervisord's buffer throws the
+*oldest* event away when a listener is slow (measured). One stray byte on stdout and supervisord never sends an event
+again, so stdout is moved out of everybody's reach first. It is crash-only: the journal holds every step, a SIGKILL or
+supervisord's SIGTERM needs no farewell.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from .config_file import Config, load_config
+from .context import Context, say
+from .control import Supervisord, connect
+from .errors import UserError
+from .inbox import STOP, TICK, Event, Inbox
+from .journal import make_state_dir, open_journal
+from .recovery import look_after
+from .supervisord_conf import http_server, program, read_conf
+
+LOCK_NAME = "listener.lock"
+#: The pause before a recovery that met an unforeseen error (full disk, supervisord gone) is taken up again.
+RETRY_SEC = 5.0
+
+_PROCESS_STATE = re.compile(
+    r"processname:(?P<process>.*?) groupname:(?P<group>.*?) from_state:(?P<from_state>\w+)"
+    r"(?: expected:(?P<expected>\d+))?(?: tries:\d+)?(?: pid:(?P<pid>\d+))?\s*$"
+)
+_GROUP = re.compile(r"groupname:(?P<group>.*?)\s*$")
+
+
+def listen(config_path: Path) -> None:
+    """Runs until supervisord closes the pipe. Raises UserError before the first READY where the settings are wrong."""
+    protocol_in = io.TextIOWrapper(os.fdopen(os.dup(0), "rb"), encoding="utf-8", errors="replace", newline="")
+    protocol_out = _take_stdout()
+    config = load_config(config_path)
+    make_state_dir(config.state_dir)
+    lock = _lock(config.state_dir)
+    watchers = Watchers(config, _connection(config))
+    watchers.update(config)
+    say("listener", f"looks after {', '.join(watchers.inboxes) or 'no program'}")
+    for name, payload in read_events(protocol_in, protocol_out):
+        watchers.hand_out(name, payload)
+    os.close(lock)
+
+
+def _take_stdout() -> TextIO:
+    """The protocol's own copy of stdout; fd 1 becomes stderr, so that no library's print reaches supervisord."""
+    protocol_out = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return protocol_out
+
+
+def read_events(protocol_in: TextIO, protocol_out: TextIO) -> Iterator[tuple[str, str]]:
+    """(event name, payload) one after the other, each answered before it is handed on. Ends at the end of file.
+
+    The header's `len` counts characters, not bytes (supervisor 4.3.0 process.py: len of a str).
+    """
+    while True:
+        protocol_out.write("READY\n")
+        protocol_out.flush()
+        header = protocol_in.readline()
+        if not header:
+            return
+        fields = dict(token.split(":", 1) for token in header.split() if ":" in token)
+        payload = protocol_in.read(int(fields.get("len", "0")))
+        protocol_out.write("RESULT 2\nOK")
+        protocol_out.flush()
+        yield fields.get("eventname", ""), payload
+
+
+def _lock(state_dir: Path) -> int:
+    """One listener a state directory: two would both restart."""
+    fd = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another listener already works on {state_dir}", hint="one [eventlistener:supervisor-vllm] is enough"
+        ) from None
+    return fd
+
+
+def is_running(state_dir: Path) -> bool:
+    """Does a listener hold the lock of this state directory?"""
+    try:
+        fd = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _connection(config: Config) -> Supervisord:
+    """supervisord's own word for its address, and the password from the configuration: the environment has none."""
+    access = http_server(read_conf(config.supervisord_conf))
+    url = os.environ.get("SUPERVISOR_SERVER_URL") or (access.url if access else None)
+    if url is None:
+        raise UserError(
+            "supervisord has no http server, so nothing can be restarted",
+            hint="add [unix_http_server] with file=/var/run/supervisor.sock to its main file",
+        )
+    return connect(url, access.username if access else None, access.password if access else None)
+
+
+@dataclass
+class Watchers:
+    """A thread and an inbox for each program of the configuration."""
+
+    config: Config
+    server: Supervisord
+    inboxes: dict[str, Inbox] = field(default_factory=dict)
+    contexts: dict[str, Context] = field(default_factory=dict)
+    config_mtime_ns: int = 0
+
+    def update(self, config: Config) -> None:
+        """Start what is new, stop what is gone, give the others their new settings."""
+        self.config = config
+        self.config_mtime_ns = _mtime_ns(config.path)
+        wanted = {item.program: item for item in config.programs}
+        for name in list(self.inboxes):
+            if name not in wanted:
+                self.inboxes.pop(name).put(Event(STOP))
+                self.contexts.pop(name, None)
+        for name, item in wanted.items():
+            if name in self.contexts:
+                self.contexts[name].program = item
+            elif name not in self.inboxes:
+                self.inboxes[name] = Inbox()
+                self._prepare(name)  # before the first event can come: they are handed out by its names
+                threading.Thread(target=self._run, args=(name, self.inboxes[name]), name=name, daemon=True).start()
+
+    def _prepare(self, name: str) -> None:
+        try:
+            self.contexts[name] = _context(self.config, name, self.server, self.inboxes[name])
+        except UserError as why:
+            say(name, str(why))
+
+    def _run(self, name: str, inbox: Inbox) -> None:
+        """One program's thread. What was not foreseen (full disk, supervisord gone) is said and taken up again."""
+        while True:
+            try:
+                if name in self.contexts:
+                    look_after(self.contexts[name])
+                    return
+            except UserError as why:
+                say(name, str(why))
+            except Exception:
+                say(name, f"unforeseen, taken up again in {RETRY_SEC:g} s: {traceback.format_exc()}")
+            if _stopped_while_waiting(inbox) or self.inboxes.get(name) is not inbox:
+                return
+            self._prepare(name)
+
+    def hand_out(self, name: str, payload: str) -> None:
+        if name.startswith("TICK"):
+            self._follow_config()
+            for inbox in self.inboxes.values():
+                inbox.put(Event(TICK))
+            return
+        match = _PROCESS_STATE.match(payload) if name.startswith("PROCESS_STATE_") else None
+        if match:
+            event = _state_event(name, match.groupdict())
+            for program_name in self._programs_of(match["group"], match["process"]):
+                self.inboxes[program_name].put(event)
+        elif name == "PROCESS_GROUP_REMOVED" and (match := _GROUP.match(payload)):
+            for program_name in self._programs_of(match["group"], None):
+                self.inboxes[program_name].put(Event("GROUP_REMOVED"))
+
+    def _programs_of(self, group: str, process: str | None) -> list[str]:
+        return [
+            name
+            for name, context in list(self.contexts.items())
+            if name in self.inboxes
+            and context.section.group_name == group
+            and (process is None or f"{group}:{process}" in context.section.full_names)
+        ]
+
+    def _follow_config(self) -> None:
+        """Settings edited by hand count from the next tick; wrong ones are named once and the old ones stay."""
+        mtime_ns = _mtime_ns(self.config.path)
+        if mtime_ns == self.config_mtime_ns:
+            return
+        self.config_mtime_ns = mtime_ns
+        try:
+            self.update(load_config(self.config.path))
+        except UserError as why:
+            say("listener", f"the settings stay as they were: {why}")
+
+
+def _context(config: Config, name: str, server: Supervisord, inbox: Inbox) -> Context:
+    item = config.program(name)
+    section = program(read_conf(config.supervisord_conf, skip=(item.override_path,)), name)
+    return Context(config, item, section, open_journal(config.state_dir), server, inbox)
+
+
+def _stopped_while_waiting(inbox: Inbox) -> bool:
+    event = inbox.take(RETRY_SEC)
+    return event is not None and event.name == STOP
+
+
+def _state_event(name: str, fields: Mapping[str, str | None]) -> Event:
+    pid, expected = fields["pid"], fields["expected"]
+    return Event(
+        name.removeprefix("PROCESS_STATE_"),
+        pid=int(pid) if pid and pid != "0" else None,
+        from_state=fields["from_state"],
+        expected=None if expected is None else expected == "1",
+    )
+
+
+def _mtime_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

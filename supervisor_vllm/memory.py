@@ -1,0 +1,133 @@
+"""How much memory the next launch needs to find free, and whether it is: measured on the device, not assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from . import launch, watch
+from .context import Context
+from .errors import UserError
+from .evidence import device, host
+from .incident import GpuMemory, Incident, Numbers, Plan
+from .journal import IncidentRow
+from .policy.flags import default_utilization
+from .policy.launch_command import parse_launch
+from .target import program_environment
+from .units import gib
+
+#: Of the host memory that was available when the life began, this much must be available again.
+_HOST_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Need:
+    """`fraction` of each device's total must be free (vLLM's own start check), after `overhead_bytes` that vLLM takes
+    for itself before it looks. None: the launch makes no such check. `host_bytes`: available host memory."""
+
+    cpu_backend: bool
+    device_count: int
+    fraction: float | None = None
+    overhead_bytes: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`shortfall` is a sentence, None when all is free. `numbers` are of the tightest device, as a verdict has them."""
+
+    shortfall: str | None
+    numbers: Numbers = dataclasses.field(default_factory=dict)
+
+
+def read_devices(context: Context, incident: Incident) -> tuple[GpuMemory, ...]:
+    return _read(context, device.on_cpu_backend(incident.log))
+
+
+def note_baseline(context: Context) -> None:
+    """The device memory before vLLM takes any: read once, right after a start."""
+    if context.life is None or context.life.devices:
+        return
+    devices = (*_read(context, False), *device.read_memory_nodes())
+    context.life = dataclasses.replace(context.life, devices=devices)
+    watch.keep(context)
+
+
+def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) -> Need:
+    cpu_backend = device.on_cpu_backend(incident.log)
+    try:
+        parsed = parse_launch(launch.current_command(context))
+    except UserError:
+        return Need(cpu_backend, 0)
+    count = _number(parsed.get("--tensor-parallel-size")) * _number(parsed.get("--pipeline-parallel-size"))
+    need = Need(cpu_backend, count)
+    if row.verdict.kind == "host_oom_kill" and incident.host_before:
+        need = dataclasses.replace(need, host_bytes=int(incident.host_before.available_bytes * _HOST_SHARE))
+    checked = parsed.get("--kv-cache-memory-bytes") is None and "VLLM_CPU_KVCACHE_SPACE" not in parsed.environment
+    if not checked:
+        return need
+    planned = next((change.to for change in plan.changes if change.flag == "--gpu-memory-utilization"), None)
+    if plan.action == "wait":
+        planned = None  # what is waited for is room for the unchanged command
+    text = planned or parsed.get("--gpu-memory-utilization")
+    fraction = float(text) if text else default_utilization(incident.vllm_version)
+    overhead = _overhead_bytes(incident, row.verdict.numbers) if plan.action == "wait" and plan.changes else 0
+    return dataclasses.replace(need, fraction=fraction, overhead_bytes=overhead)
+
+
+def measure(context: Context, need: Need) -> Reading:
+    problems = []
+    tightest: GpuMemory | None = None
+    if need.fraction is not None:
+        devices = _read(context, need.cpu_backend)
+        for memory in devices[: need.device_count or None]:
+            missing = int(memory.total_bytes * need.fraction) + need.overhead_bytes - memory.free_bytes
+            if missing > 0:
+                problems.append(_sentence(memory, need))
+            if tightest is None or memory.free_bytes < tightest.free_bytes:
+                tightest = memory
+    available = host.read_host(context.roots).available_bytes
+    if available < need.host_bytes:
+        problems.append(f"host memory: {gib(available)} of the {gib(need.host_bytes)} needed are available")
+    return Reading("; ".join(problems) or None, _numbers(tightest, need))
+
+
+def _read(context: Context, cpu_backend: bool) -> tuple[GpuMemory, ...]:
+    visible = program_environment(context.section, context.full_name).get("CUDA_VISIBLE_DEVICES")
+    return device.read_devices(cpu_backend=cpu_backend, cuda_visible_devices=visible)
+
+
+def _overhead_bytes(incident: Incident, numbers: Numbers) -> int:
+    """What vLLM itself had taken when it looked: free before its start, less what its check found."""
+    nodes = device.on_cpu_backend(incident.log)
+    before = [memory for memory in incident.gpus_before if memory.uuid.startswith("node") == nodes]
+    found = numbers.get("free_bytes")
+    index = numbers.get("device", 0)
+    if found is None or index >= len(before):
+        return 0
+    return max(0, before[index].free_bytes - int(found))
+
+
+def _numbers(memory: GpuMemory | None, need: Need) -> Numbers:
+    if memory is None:
+        return {}
+    holders = [dataclasses.asdict(holder) for holder in memory.holders]
+    free_bytes = max(0, memory.free_bytes - need.overhead_bytes)
+    return {"free_bytes": free_bytes, "total_bytes": memory.total_bytes, "holders": holders}
+
+
+def _sentence(memory: GpuMemory, need: Need) -> str:
+    needed = int(memory.total_bytes * (need.fraction or 0)) + need.overhead_bytes
+    name = memory.name if memory.uuid.startswith("node") else f"GPU {memory.index}"
+    text = f"{name}: {gib(memory.free_bytes)} free, {gib(needed)} needed"
+    if memory.holders:
+        held = ", ".join(
+            f"pid {holder.pid} {holder.name} ({gib(holder.bytes) if holder.bytes else 'unknown size'}, {holder.owner})"
+            for holder in memory.holders
+        )
+        text += f"; held by {held}"
+    return text
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 1

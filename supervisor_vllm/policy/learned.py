@@ -1,0 +1,20 @@
+"""What was learned is one change a flag, from the user's own value to ours. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..incident import Change
+
+
+def merge_learned(learned: tuple[Change, ...], changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    """The learned changes after a plan's `changes` (which start from the learned command) came on top.
+
+    A change's `from_` stays the user's own value: that is how an edit of theirs is noticed later. A flag that came back
+    to the user's value is no change any more.
+    """
+    merged = {change.flag: change for change in learned}
+    for change in changes:
+        base = merged[change.flag].from_ if change.flag in merged else change.from_
+        merged[change.flag] = dataclasses.replace(change, from_=base)
+    return tuple(change for change in merged.values() if change.from_ != change.to)

@@ -1,0 +1,110 @@
+"""The same for people's eyes: short tables with rich, in the width of the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_COLOURS = {"HEALTHY": "green", "HELD": "red", "healthy": "green", "held": "red", "died again": "yellow"}
+
+
+def _console() -> Console:
+    # Not a terminal (a pipe, a log): no colours, and lines that aren't cut at 80 columns.
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
+def print_status(status: dict[str, Any]) -> None:
+    console = _console()
+    for program in status["programs"]:
+        state = program["state"]
+        line = Text(program["program"], style="bold").append("  ").append(state, style=_COLOURS.get(state, "cyan"))
+        line.append(f"  since {_short_time(program['since'])}")
+        if program["pid"]:
+            line.append(f"  pid {program['pid']}")
+        console.print(line)
+        rows = [("", program["reason"])]
+        if program["verdict"]:
+            rows.append(("last death", f"{program['verdict']['kind']}: {program['verdict']['summary']}"))
+        rows += [("changed", change_text(change)) for change in program["changes"]]
+        served = program["served"]
+        if served:
+            rows.append(("serves", f"{served['model']}, max_model_len {served['max_model_len']}"))
+        if program["launches_left"] is not None:
+            rows.append(("launches left", str(program["launches_left"])))
+        console.print(_pairs(rows))
+
+
+def print_history(history: dict[str, Any]) -> None:
+    console = _console()
+    if not history["incidents"]:
+        console.print("No incidents: nothing has died since supervisor-vllm looks after it.")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("#", "time", "program", "what happened", "what was done", "outcome"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("#", "time"))
+    for row in history["incidents"]:
+        outcome = row["outcome"]
+        if row["seconds_to_healthy"] is not None:
+            outcome += f" after {row['seconds_to_healthy']:.0f} s"
+        changes = "; ".join(change_text(change) for change in row["plan"]["changes"])
+        table.add_row(
+            str(row["id"]),
+            _short_time(row["time"]),
+            row["program"],
+            Text(row["verdict"]["kind"], style="bold").append(f"\n{row['verdict']['summary']}", style="not bold"),
+            Text(row["plan"]["action"], style="bold").append(
+                f"\n{changes or row['plan']['reason']}\n{row['launches']} launch(es)", style="not bold"
+            ),
+            Text(outcome, style=_COLOURS.get(row["outcome"], "")),
+        )
+    console.print(table)
+
+
+def print_explanation(explanation: dict[str, Any]) -> None:
+    console = _console()
+    title = Text(explanation["kind"], style="bold").append(f"  ({explanation['confidence']})", style="not bold")
+    if explanation["phase"]:
+        title.append(f"  phase: {explanation['phase']}", style="not bold")
+    console.print(title)
+    console.print(Text(explanation["summary"]))
+    for item in explanation["evidence"]:
+        place = item["source"] + (f":{item['line']}" if item["line"] else "")
+        console.print(Text(f"  {place}  ", style="cyan").append(item["text"].strip(), style="default"))
+    plan = explanation["plan"]
+    console.print(Text(plan["action"], style="bold").append(f": {plan['reason']}", style="not bold"))
+    for change in plan["changes"]:
+        console.print(Text(f"  {change_text(change)}  ({change['why']})"))
+    if plan["changes"] and plan["command"]:
+        console.print(Text(f"  next command: {plan['command']}"))
+
+
+def print_findings(findings: list[tuple[str, str]]) -> None:
+    """(level, text) each; the level is a word, so that it is readable without colours."""
+    console = _console()
+    colours = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
+    for level, text in findings:
+        console.print(Text(f"{level:<8}", style=colours.get(level, "")).append(text, style="default"), soft_wrap=True)
+
+
+def change_text(change: dict[str, Any]) -> str:
+    """`--max-model-len 131072 → 104000`"""
+    before = "(default)" if change["from"] is None else change["from"]
+    after = "(removed)" if change["to"] is None else change["to"]
+    return f"{change['flag']} {before} → {after}"
+
+
+def _pairs(rows: list[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(f"  {name}", Text(text))
+    return table
+
+
+def _short_time(text: str) -> str:
+    return text[:19].replace("T", " ")

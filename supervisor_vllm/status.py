@@ -1,0 +1,79 @@
+"""What `status` and `history` say: the journal as the contract's JSON objects."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+from .config_file import Config, ProgramConfig
+from .incident import Plan, Verdict, to_json
+from .journal import IncidentRow, Journal
+from .kinds import KINDS
+from .policy.limit import launches_left
+
+
+def program_status(journal: Journal, item: ProgramConfig) -> dict[str, Any]:
+    """One element of `programs`. `launches_left` is null where there is no limit."""
+    row = journal.program(item.program)
+    incidents = journal.incidents(item.program)
+    leader = (row.life or {}).get("leader") or {}
+    return {
+        "program": item.program,
+        "state": row.state,
+        "since": iso_time(row.since),
+        "pid": leader.get("pid") or None,
+        "reason": row.reason,
+        "verdict": verdict_json(incidents[-1].verdict, None) if incidents else None,
+        "changes": [to_json(learned.change) for learned in journal.learned(item.program)],
+        "served": row.served,
+        "launches_left": launches_left(
+            journal.own_launch_times(item.program),
+            last_healthy_time=journal.last_healthy_time(item.program),
+            now=time.time(),
+            settings=item.settings,
+        ),
+    }
+
+
+def status_json(journal: Journal, config: Config, names: tuple[str, ...]) -> dict[str, Any]:
+    items = [config.program(name) for name in names] if names else list(config.programs)
+    return {"programs": [program_status(journal, item) for item in items]}
+
+
+def history_json(journal: Journal, program: str | None) -> dict[str, Any]:
+    return {"incidents": [incident_json(row) for row in journal.incidents(program)]}
+
+
+def incident_json(row: IncidentRow) -> dict[str, Any]:
+    seconds = None if row.healthy_time is None else round(max(0.0, row.healthy_time - row.time), 3)
+    return {
+        "id": row.id,
+        "program": row.program,
+        "time": iso_time(row.time),
+        "verdict": verdict_json(row.verdict, None),
+        "plan": to_json(row.plan),
+        "launches": row.launches,
+        "outcome": row.outcome,
+        "seconds_to_healthy": seconds,
+    }
+
+
+def verdict_json(verdict: Verdict, plan: Plan | None) -> dict[str, Any]:
+    """The object of `explain --json`; with `plan` None that key is left out."""
+    data = {
+        "kind": verdict.kind,
+        "oom": KINDS[verdict.kind].oom,
+        "confidence": verdict.confidence,
+        "phase": verdict.phase,
+        "summary": verdict.summary,
+        "evidence": to_json(verdict.evidence),
+        "numbers": to_json(verdict.numbers),
+    }
+    if plan is not None:
+        data["plan"] = to_json(plan)
+    return data
+
+
+def iso_time(when: float) -> str:
+    return datetime.fromtimestamp(when).astimezone().isoformat(timespec="milliseconds")
