@@ -1,0 +1,340 @@
+"""Incident → Verdict, a pure function.
+
+What decides, from strong to weak: the operator's own stop; a kernel record of a kill of this tree; the first root
+cause in the log; a memory cgroup's counter; a requested shutdown; signals and exit statuses; numbers that can't work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..evidence.log_records import Record, parse_records
+from ..evidence.startup_facts import measurements
+from ..evidence.vllm_log import pids_in_log
+from ..incident import Confidence, Evidence, Incident, LogLine, Numbers, Verdict
+from . import scan as scanning
+from .host_kill import KillProof, kill_proof
+from .numbers import device_holders, neighbour_bytes, torch_holders, torch_numbers
+from .pattern import numbers_of
+from .process_end import EndSignal, end_signal, kind_of_signal, looks_like_server
+from .scan import Finding, Scan, memory_kind, memory_phase
+from .summary import summary_of
+
+_EVIDENCE_CHARS = 2000
+#: In these a neighbour's memory is what is missing; later phases are sized by what was free at the start.
+_STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
+_SPECIAL_PHASES = ("load_fail", "warm_sampler", "warm_sampler_cut")
+
+
+def classify(incident: Incident) -> Verdict:
+    """Which memory ran out, or that it was not memory. Never raises, whatever the log holds."""
+    own_pids = pids_in_log(incident.log) | {ref.pid for ref in incident.tree}
+    if incident.pid is not None:
+        own_pids |= {incident.pid}
+    records = tuple(parse_records(incident.log))
+    found = scanning.scan(records)
+    measured = measurements(records)
+    proof = kill_proof(incident, own_pids)
+    end = end_signal(incident)
+    steps: tuple[Callable[[], Verdict | None], ...] = (
+        lambda: _stop_requested(incident, found),
+        lambda: _kernel_kill(proof),
+        lambda: _root_cause(incident, found, own_pids),
+        lambda: _counted_kill(proof, found, end),
+        lambda: _shut_down(incident, found, end),
+        lambda: _killed_child(found),
+        lambda: _engine_exception(incident, found, end),
+        lambda: _signal(incident, end),
+        lambda: _cut_traceback(found),
+        lambda: _hint(incident, found),
+        lambda: _end_of_engine(incident, found),
+        lambda: _exited(incident, found),
+    )
+    for step in steps:
+        if verdict := step():
+            return _complete(verdict, incident, measured)
+    return _complete(_unknown(incident, found), incident, measured)
+
+
+def _complete(verdict: Verdict, incident: Incident, measured: Numbers) -> Verdict:
+    """With what vLLM measured in this life, and the sentence for a person."""
+    numbers = {**measured, **verdict.numbers}
+    return Verdict(
+        kind=verdict.kind,
+        confidence=verdict.confidence,
+        summary=summary_of(verdict.kind, numbers, verdict.summary),
+        phase=verdict.phase,
+        evidence=verdict.evidence,
+        numbers=numbers,
+    )
+
+
+def log_evidence(line: LogLine) -> Evidence:
+    return Evidence(line.source, line.text[:_EVIDENCE_CHARS], line.number)
+
+
+def _exit_evidence(incident: Incident, end: EndSignal | None) -> tuple[Evidence, ...]:
+    if end:
+        return (Evidence("exit-status", end.text),)
+    if incident.exit_status is not None:
+        return (Evidence("exit-status", f"exit status {incident.exit_status}"),)
+    return ()
+
+
+def _stop_requested(incident: Incident, found: Scan) -> Verdict | None:
+    if not incident.stop_requested:
+        return None
+    lines = tuple(log_evidence(marker.line) for marker in found.stops[:1])
+    return Verdict("stopped", "proven", "", evidence=(Evidence("supervisord", "a stop was asked for"), *lines))
+
+
+def _kernel_kill(proof: KillProof | None) -> Verdict | None:
+    if proof is None or not (proof.certain and proof.named):
+        return None
+    return Verdict("host_oom_kill", "proven", proof.process, evidence=proof.evidence, numbers=proof.numbers)
+
+
+def _counted_kill(proof: KillProof | None, found: Scan, end: EndSignal | None) -> Verdict | None:
+    """The cgroup's counter, or a kernel record where no pid is known: only beside an end that fits."""
+    if proof is None:
+        return None
+    deaths = tuple(log_evidence(marker.line) for marker in found.deaths[:1])
+    if proof.certain:
+        return Verdict("host_oom_kill", "proven", "", evidence=(*proof.evidence, *deaths), numbers=proof.numbers)
+    if not found.deaths and not (end and end.number == 9):
+        return None
+    return Verdict("host_oom_kill", "likely", proof.process, evidence=(*proof.evidence, *deaths), numbers=proof.numbers)
+
+
+def _root_cause(incident: Incident, found: Scan, own_pids: frozenset[int]) -> Verdict | None:
+    finding = _first_cause(found)
+    if finding is None or finding.signature is None:
+        return None
+    stopped_before = found.stops and found.stops[0].index < finding.index
+    if stopped_before and not _ends_badly(incident):
+        return None
+    if finding.signature.kind == "by_phase":
+        return _device_memory(incident, found, finding, own_pids)
+    return _by_signature(incident, found, finding, own_pids)
+
+
+def _ends_badly(incident: Incident) -> bool:
+    return incident.exit_status not in (None, 0)
+
+
+def _first_cause(found: Scan) -> Finding | None:
+    """The first root cause in time that the server didn't survive."""
+    alive = [finding for finding in found.findings if not scanning.survived(found, finding)]
+    for accept in _ACCEPT:
+        if finding := next((finding for finding in alive if accept(found, finding)), None):
+            return finding
+    return None
+
+
+def _is_cause(finding: Finding) -> bool:
+    return finding.signature is not None and finding.signature.role == "cause"
+
+
+def _about_memory(finding: Finding) -> bool:
+    kind = finding.signature.kind if finding.signature else ""
+    return kind == "by_phase" or kind.startswith(("gpu_kv", "gpu_w", "gpu_o", "gpu_neighbour", "gpu_unstable", "host_"))
+
+
+#: An error of another rank may stand before "Model loading took" of this one; one of a config probe is past by then.
+_ACCEPT: tuple[Callable[[Scan, Finding], bool], ...] = (
+    lambda found, finding: _is_cause(finding)
+    and finding.exact
+    and (_about_memory(finding) or not scanning.superseded(found, finding)),
+    lambda found, finding: _is_cause(finding)
+    and (_about_memory(finding) or not scanning.superseded(found, finding)),
+    lambda found, finding: not scanning.superseded(found, finding),
+)
+
+
+def _device_memory(incident: Incident, found: Scan, finding: Finding, own_pids: frozenset[int]) -> Verdict:
+    """An allocation on the device failed: the phase says what it is called, unless vLLM itself or a neighbour does."""
+    text = finding.record.body
+    special = next(
+        (
+            other
+            for other in found.findings
+            if other.index > finding.index and other.signature and other.signature.name in _SPECIAL_PHASES
+        ),
+        None,
+    )
+    numbers = torch_numbers(text)
+    if finding.match:
+        numbers = {**numbers_of(finding.match), **numbers}
+    evidence = [log_evidence(finding.record.line)]
+    phase = memory_phase(found, finding)
+    kind = memory_kind(phase)
+    confidence: Confidence = "proven" if finding.exact else "likely"
+    if special and special.signature:
+        kind, phase = special.signature.kind, special.signature.phase
+        evidence.append(log_evidence(special.record.line))
+        if special.match:
+            numbers |= numbers_of(special.match)
+    elif finding.pinned_frames and finding.signature and finding.signature.name == "driver_oom":
+        kind, confidence = "host_alloc", "likely"
+    elif phase and phase == finding.frames_phase and phase != finding.phase:
+        confidence = "likely"
+    holders = torch_holders(text, incident, own_pids) + device_holders(incident, own_pids, numbers.get("device"))
+    if holders:
+        numbers["holders"] = _unique(holders)
+        if _neighbour_took_it(kind, phase, numbers):
+            kind, confidence = "gpu_neighbour", "likely"
+    return Verdict(kind, confidence, "", phase, tuple(evidence), numbers)
+
+
+def _neighbour_took_it(kind: str, phase: str | None, numbers: Numbers) -> bool:
+    """At the start, others hold more of the device than this server does."""
+    if kind == "host_alloc" or phase not in _STARTUP_PHASES:
+        return False
+    others = neighbour_bytes(numbers["holders"])
+    own = numbers.get("process_bytes") or numbers.get("pytorch_bytes")
+    return own is not None and others > max(own, numbers.get("tried_bytes", 0))
+
+
+def _unique(holders: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Once each; the driver's word (it knows the name) over torch's."""
+    return list({holder["pid"]: holder for holder in holders}.values())
+
+
+def _by_signature(incident: Incident, found: Scan, finding: Finding, own_pids: frozenset[int]) -> Verdict:
+    signature = finding.signature
+    assert signature is not None and finding.match is not None
+    kind, confidence = signature.kind, signature.confidence if finding.exact else "likely"
+    numbers = numbers_of(finding.match)
+    evidence = [log_evidence(finding.record.line)]
+    if signature.name == "load_fail":
+        numbers |= torch_numbers(finding.record.body)
+    if signature.name == "disk_full" and finding.shm_frames:
+        kind, confidence = "shm_full", "likely"
+    if signature.name == "jit" and found.bare_killed:
+        kind, confidence = "host_oom_kill", "likely"
+        evidence.append(log_evidence(found.bare_killed))
+    if kind in ("gpu_neighbour", "gpu_unstable") or signature.name == "load_fail":
+        holders = torch_holders(finding.record.body, incident, own_pids)
+        holders += device_holders(incident, own_pids, numbers.get("device"))
+        if holders:
+            numbers["holders"] = _unique(holders)
+    return Verdict(kind, confidence, _short(finding.record), signature.phase or finding.phase, tuple(evidence), numbers)
+
+
+def _short(record: Record) -> str:
+    return record.body.strip()[:300]
+
+
+def _shut_down(incident: Incident, found: Scan, end: EndSignal | None) -> Verdict | None:
+    """A clean shutdown that nobody told supervisord of: before it the engine was well."""
+    first_bad = min((marker.index for marker in (*found.deaths, *found.fatals)), default=None)
+    marker = next((stop for stop in found.stops if first_bad is None or stop.index < first_bad), None)
+    if marker is None and not found.any_error and not _ends_badly(incident):
+        marker = next((stop for stop in found.soft_stops if first_bad is None or stop.index < first_bad), None)
+    if marker and not (end and end.number not in (2, 15)):
+        return Verdict("stopped", "proven", "", evidence=(log_evidence(marker.line), *_exit_evidence(incident, end)))
+    if end and end.number in (1, 2, 15) and not found.deaths and not found.fatals:
+        return Verdict("stopped", "likely", "", evidence=_exit_evidence(incident, end))
+    return None
+
+
+def _killed_child(found: Scan) -> Verdict | None:
+    """A process of the tree is gone without a word: its signal where vLLM prints one, else a kill."""
+    if not found.deaths or _has_exception(found, before=found.deaths[0].index):
+        return None
+    marker = next((death for death in found.deaths if death.signal), found.deaths[0])
+    kind = kind_of_signal(marker.signal) if marker.signal else "killed"
+    return Verdict(kind, "likely", "a process of it died", evidence=(log_evidence(marker.line),))
+
+
+def _has_exception(found: Scan, *, before: int) -> bool:
+    return any(
+        not finding.echo
+        and finding.index < before
+        and not scanning.superseded(found, finding)
+        and not scanning.survived(found, finding)
+        and (found.started_at is None or finding.index < found.started_at or scanning.in_fatal_context(found, finding))
+        for finding in found.exceptions
+    )
+
+
+def _engine_exception(incident: Incident, found: Scan, end: EndSignal | None) -> Verdict | None:
+    """An exception that no signature knows."""
+    finding = next(_deciding_exceptions(incident, found, end), None)
+    if finding is None:
+        return None
+    words = f"{finding.name}: {finding.message}" if finding.message else finding.name
+    confidence: Confidence = "likely" if finding.echo else "proven"
+    return Verdict("engine_crash", confidence, words[:300], finding.phase, (log_evidence(finding.record.line),))
+
+
+def _deciding_exceptions(incident: Incident, found: Scan, end: EndSignal | None) -> Iterator[Finding]:
+    alive = [finding for finding in found.exceptions if not scanning.survived(found, finding)]
+    own = [finding for finding in alive if not finding.echo]
+    started = found.started_at
+    for finding in own:
+        if started is not None and finding.index > started:
+            if scanning.in_fatal_context(found, finding):
+                yield finding
+        elif not scanning.superseded(found, finding):
+            yield finding
+    if end and end.number != 6:
+        return  # a signal ended it; requests that failed before say nothing
+    if incident.exit_status not in (None, 0):
+        yield from reversed(own[-1:])
+        yield from alive[:1]
+
+
+def _signal(incident: Incident, end: EndSignal | None) -> Verdict | None:
+    if end is None:
+        return None
+    kind = kind_of_signal(end.number)
+    confidence: Confidence = "proven" if kind in ("killed", "engine_crash") else "likely"
+    return Verdict(kind, confidence, end.name, evidence=_exit_evidence(incident, end))
+
+
+def _cut_traceback(found: Scan) -> Verdict | None:
+    if found.cut_frames is None:
+        return None
+    line, phase = found.cut_frames
+    return Verdict(memory_kind(phase), "likely", "", phase, (log_evidence(line),))
+
+
+def _hint(incident: Incident, found: Scan) -> Verdict | None:
+    """INFO lines with a number that can't work; not of a server that came up or is well."""
+    if not found.hints or found.started_at is not None or incident.exit_status == 0:
+        return None
+    finding = next((hint for hint in found.hints if hint.signature and hint.signature.name == "kv_concurrency"), None)
+    finding = finding or found.hints[0]
+    assert finding.signature is not None and finding.match is not None
+    return Verdict(
+        finding.signature.kind,
+        finding.signature.confidence,
+        "",
+        finding.signature.phase,
+        (log_evidence(finding.record.line),),
+        numbers_of(finding.match),
+    )
+
+
+def _end_of_engine(incident: Incident, found: Scan) -> Verdict | None:
+    """The engine is dead and nobody said why. After serving, with exit status 0: killed (vLLM 0.20 to 0.22 print
+    nothing but EngineDeadError then)."""
+    if not found.fatals:
+        return None
+    evidence = (log_evidence(found.fatals[0].line), *_exit_evidence(incident, None))
+    if incident.exit_status == 0:
+        return Verdict("killed", "likely", "the engine died", evidence=evidence)
+    return Verdict("unknown", "unknown", "the engine died and the log doesn't say why", evidence=evidence)
+
+
+def _exited(incident: Incident, found: Scan) -> Verdict | None:
+    if incident.exit_status != 0 or found.any_error or looks_like_server(incident, found.server):
+        return None
+    return Verdict("exited", "likely", "", evidence=_exit_evidence(incident, None))
+
+
+def _unknown(incident: Incident, found: Scan) -> Verdict:
+    running = found.started_at is not None and incident.exit_status is None and incident.signal is None
+    reason = "the log is of a server that runs: nothing is wrong in it" if running else ""
+    return Verdict("unknown", "unknown", reason, evidence=_exit_evidence(incident, None))

@@ -1,0 +1,190 @@
+"""Where in a line an error can begin, and the words that say that something died but not of what.
+
+The root cause is always the first error in time (worker, then EngineCore, then APIServer); what comes after it are
+wrappers, and the noise of everything else falling over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+_EXCEPTION_HEAD = re.compile(r"[A-Za-z_][\w.]{0,120}(?:\([\w.]{0,80}\))?")
+_EXCEPTION_WORDS = ("Error", "Exception", "Interrupt", "Exit", "Timeout", "OutOfResources", "Failure", "NotFound")
+
+# What stands in front of the real message, in the same line.
+_LEAD_IN = re.compile(
+    r"(?:Worker failed with error ['\"]"  # v1/executor/multiproc_executor.py
+    r"|EngineCore (?:hit an exception|failed to start|encountered a fatal error)[:.] "
+    r"|Exception in worker \w{1,60} while processing method \w{1,80}: "  # V0, multiproc_worker_utils.py
+    r"|Error executing method [\w']{1,80}\. (?:This might cause deadlock in distributed execution\.)? ?"
+    r"|terminate called after throwing an instance of '[\w:]{1,80}'$"
+    r"|what\(\): {1,4}"
+    r"|(?:Last|Value|Assertion|Runtime|Unexpected|Caught|Fatal|Internal) [Ee]rror[:,] ?"
+    r"|[Ee]rror: |ERROR: |Failed: |FAILED: |Exception: |[Cc]aused by: "
+    r"|[\w.:\[\]\s-]{1,120} NCCL WARN "
+    r"|NCCL WARN "
+    r"|E {2,8}"
+    r"|\+-\+-{1,40} \d{1,4} -{1,40}$)"
+)
+
+# Exceptions that only pass on that something else failed (v1/engine, v1/executor, engine/multiprocessing of V0).
+_WRAPPER = re.compile(
+    r"(?:EngineCore encountered an issue|Engine core initialization failed|Engine process failed to start"
+    r"|WorkerProc initialization failed|cancelled$|Executor failed|Engine core process|Worker failed with error"
+    r"|.{0,120}died unexpectedly|Background loop (?:has errored|is stopped|is not running)|Engine loop is not running"
+    r"|Got fatal signal from worker|terminated$|MQLLMEngine (?:terminated|is already dead)|Task finished unexpectedly"
+    r"|The actor (?:died|is dead)|Failed core proc|Process .{1,80} (?:died|exited) with|.{0,60}stack trace (?:above )?for"
+    r"|Exceptions? raised in worker|Engine is dead|AsyncEngine is dead|Unhandled error in engine)"
+)
+_WRAPPER_CLASSES = frozenset(
+    {
+        "ActorDiedError",
+        "ActorUnavailableError",
+        "AsyncEngineDeadError",
+        "CancelledError",
+        "ChildProcessError",
+        "EngineDeadError",
+        "GeneratorExit",
+        "KeyboardInterrupt",
+        "MQEngineDeadError",
+        "ProcessExitedException",
+        "ProcessRaisedException",
+        "RayActorError",
+        "StopAsyncIteration",
+        "StopIteration",
+        "SystemExit",
+    }
+)
+# What the others say when a process of theirs is gone.
+_ECHO_CLASSES = frozenset(
+    {
+        "Again",
+        "BrokenPipeError",
+        "ClientDisconnect",
+        "ClosedResourceError",
+        "ConnectionAbortedError",
+        "ConnectionRefusedError",
+        "ConnectionResetError",
+        "ContextTerminated",
+        "DistNetworkError",
+        "EOFError",
+        "EndOfStream",
+        "IncompleteReadError",
+        "RemoteDisconnected",
+        "ServerDisconnectedError",
+        "WouldBlock",
+        "ZMQError",
+    }
+)
+_ECHO = re.compile(
+    r".{0,300}(?:Connection (?:closed|reset) by (?:remote )?peer|[Bb]roken pipe|remote process exited or there was a"
+    r" network error|Socket closed|Connection refused)"
+)
+
+# A process of the tree is gone (as V0, V1 and Ray say it), with its exit code where one stands.
+_DEATH = re.compile(
+    r"(?:.{0,160}\bdied unexpectedly|\[shutdown\] MPClient: engine core exited unexpectedly"
+    r"|Worker \S{1,80} pid \d{1,10} died|.{0,80}\bdied with exit code|MQLLMEngine is already dead"
+    r"|.{0,200}Failed core proc\(s\): \{[^{}]{0,200}-\d|.{0,120}The actor is dead because its worker process has died"
+    r"|Process \S{1,80} \(PID: \d{1,10}\) died)"
+)
+_DEATH_CODE = re.compile(r"(?:exit ?code:? |'[\w-]{1,40}': )(-\d{1,2})\b")
+
+# The engine itself says that it is finished: what stands at it is no mere failed request.
+_FATAL = re.compile(
+    r"(?:EngineCore (?:encountered a fatal error|encountered an issue|failed to start|hit an exception)"
+    r"|WorkerProc (?:hit an exception|failed to start)|AsyncLLM output_handler failed|Engine background task failed"
+    r"|Got fatal signal from worker|Engine core initialization failed|Engine process failed to start"
+    r"|Engine loop is not running|Background loop has errored|Exception in worker \w{1,60} while processing"
+    r"|Error executing method )"
+)
+
+# Somebody asked for the end: vLLM's and uvicorn's words (0.18 on: "[shutdown]").
+_STOP = re.compile(
+    r"(?:\[shutdown\] API server: shutdown triggered|\[shutdown\] EngineCore: trigger received signal=SIG(?:TERM|INT)"
+    r"|KeyboardInterrupt(?:: (?:terminated|MQLLMEngine terminated))?$|[Rr]eceived (?:signal )?SIG(?:TERM|INT)\b"
+    r"|Received signal (?:2|15)\b|Gracefully stopping http server)"
+)
+# uvicorn and the launcher say these also after the engine's death.
+_SOFT_STOP = re.compile(
+    r"(?:Shutting down(?: FastAPI HTTP server\.?)?$|Finished server process \[|Application shutdown complete)"
+)
+
+#: In an error line of a request, the words may be the user's.
+_USER_TEXT = re.compile(r"\b(?:[Pp]rompt|messages?=|content|[Rr]equest|input_text|chat[ _]template|tool_call)")
+
+# A file's traceback frame: Python's own, and the short form of reports.
+_FRAME = re.compile(r'\s{0,12}(?:File ")?([^\s"]{1,300}\.(?:pyx?|cuh?|cpp))(?:", line |:)\d{1,7}, in (\S{1,120})')
+
+
+def exception_head(text: str) -> tuple[str, str] | None:
+    """(class without its module, message) where the text begins as an exception does."""
+    head, colon, message = text.partition(": ")
+    if not colon:
+        head = text.rstrip(":").rstrip()
+    if len(head) > 220 or not _EXCEPTION_HEAD.fullmatch(head):
+        return None
+    name = head.partition("(")[0].rpartition(".")[2]
+    if not name[:1].isupper() or not name.endswith(_EXCEPTION_WORDS):
+        return None
+    return name, message.strip()
+
+
+def readings(body: str) -> Iterator[str]:
+    """The body, and what is left of it without the exception's class and other lead-ins: an error begins at one."""
+    if body[:1].isspace():
+        body = body.strip()
+        if not (exception_head(body) and ": " in body) and not body.startswith("what():"):
+            return  # a traceback's source line: its words are the code's, not the error's
+    text = body.removeprefix("| ").strip()
+    for _ in range(6):
+        yield text
+        if head := exception_head(text):
+            text = head[1]
+        elif match := _LEAD_IN.match(text):
+            text = text[match.end() :].strip()
+        else:
+            return
+        if not text:
+            return
+
+
+def is_wrapper(name: str, message: str) -> bool:
+    return name in _WRAPPER_CLASSES or bool(_WRAPPER.match(message))
+
+
+def is_echo(name: str, message: str) -> bool:
+    return name in _ECHO_CLASSES or bool(_ECHO.match(message))
+
+
+def is_death(body: str) -> bool:
+    return bool(_DEATH.match(body))
+
+
+def death_signal(body: str) -> int | None:
+    """The signal that ended a child, where vLLM prints its exit code. −15 is vLLM's own cleaning up."""
+    match = _DEATH_CODE.search(body)
+    return -int(match[1]) if match and match[1] != "-15" else None
+
+
+def is_fatal(body: str) -> bool:
+    return bool(_FATAL.match(body)) or bool((head := exception_head(body)) and (_FATAL.match(head[1])))
+
+
+def is_stop(body: str) -> bool:
+    return bool(_STOP.match(body))
+
+
+def is_soft_stop(body: str) -> bool:
+    return bool(_SOFT_STOP.match(body))
+
+
+def may_be_users_text(body: str) -> bool:
+    return bool(_USER_TEXT.search(body))
+
+
+def frame(body: str) -> tuple[str, str] | None:
+    """(file, function) of a traceback's frame."""
+    match = _FRAME.match(body)
+    return (match[1], match[2]) if match else None

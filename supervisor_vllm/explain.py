@@ -1,0 +1,84 @@
+"""`explain`: the Incident of an old log, with whatever else is known. Needs no GPU, no daemon and no root."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+
+from .errors import UserError
+from .evidence.startup_facts import vllm_version as version_in_log
+from .evidence.vllm_log import read_file
+from .incident import CgroupMemory, GpuMemory, Incident, ProcessRef
+
+#: A kernel log of a year's uptime is a few MiB; of something larger the end is what matters.
+_KERNEL_LOG_MAX_BYTES = 64 * 2**20
+
+
+def incident_from_log(
+    log_path: str,
+    *,
+    command: str = "",
+    exit_status: int | None = None,
+    signal: str | None = None,
+    pids: tuple[int, ...] = (),
+    cgroup: str | None = None,
+    kernel_log: str | None = None,
+    gpu_total: int | None = None,
+    gpu_free: int | None = None,
+    vllm_version: str | None = None,
+) -> Incident:
+    """What is known of the last life in a log. Sizes in bytes.
+
+    The dead tree is `pids` and whatever the log's own prefixes name. With `cgroup`, the kernel's kills in it or below
+    it count as well. UserError: a file that can't be read.
+    """
+    log = read_file(log_path)
+    return Incident(
+        program=os.path.basename(log_path),
+        time=_time_of(log_path),
+        command=command,
+        pid=pids[0] if pids else None,
+        tree=tuple(ProcessRef(pid, 0.0) for pid in pids),
+        exit_status=exit_status,
+        signal=signal,
+        dead=True if exit_status is not None or signal else None,
+        log=log,
+        kernel_log=_read_kernel_log(kernel_log) if kernel_log else (),
+        cgroup_after=CgroupMemory(_cgroup_path(cgroup)) if cgroup else None,
+        gpus=_gpu(gpu_total, gpu_free),
+        vllm_version=vllm_version or version_in_log(log),
+    )
+
+
+def _time_of(path: str) -> str:
+    try:
+        written = os.stat(path).st_mtime
+    except OSError:
+        return datetime.now(timezone.utc).isoformat()
+    return datetime.fromtimestamp(written, timezone.utc).astimezone().isoformat()
+
+
+def _read_kernel_log(path: str) -> tuple[str, ...]:
+    if os.path.isdir(path):
+        raise UserError(f"{path} is a directory", hint="give the kernel log's file, for example of: dmesg > FILE")
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _KERNEL_LOG_MAX_BYTES))
+            data = file.read()
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror or error}", hint="check --kernel-log") from None
+    return tuple(line for line in data.decode("utf-8", errors="replace").splitlines() if line.strip())
+
+
+def _cgroup_path(path: str) -> str:
+    """As the kernel names it: without the mount point, and without the controller of version 1."""
+    path = path.removeprefix("/sys/fs/cgroup")
+    path = path.removeprefix("/memory") if path.startswith("/memory/") else path
+    return path if path.startswith("/") else f"/{path}"
+
+
+def _gpu(total: int | None, free: int | None) -> tuple[GpuMemory, ...]:
+    if total is None:
+        return ()
+    return (GpuMemory(index=0, uuid="", name="", total_bytes=total, free_bytes=free if free is not None else total),)
