@@ -25,7 +25,8 @@ def size_bytes(text: str) -> int:
     if not match:
         raise ValueError(text)
     power = _SCALE.get(match[2], _SCALE.get(match[2][0], 0))
-    return int(round(float(match[1]) * 2 ** (10 * power)))
+    size: int = round(float(match[1]) * 2 ** (10 * power))
+    return size
 
 
 #: unit → (what matches, how it becomes a number)

@@ -23,20 +23,44 @@ KIND_BY_PHASE = {
 # A line that proves that the phase has begun. gpu_model_runner.py, gpu_worker.py, kv_cache_utils.py, core.py of V1;
 # model_runner.py, worker.py, executor_base.py of V0.
 _PROOFS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("startup", re.compile(r"(?:vLLM API server version|non-default args: |Initializing an? (?:V[01] )?LLM engine|"
-                           r"Resolved architecture:)")),
-    ("weights", re.compile(r"(?:Starting to load model|Loading model from scratch|"
-                           r"Loading [\w ]{1,40} checkpoint shards:|Loading weights took|Loading weights with|Time spent downloading weights|"
-                           r"Using model weights format)")),
-    ("profile", re.compile(r"(?:Model loading took|Loading model weights took|Encoder cache will be initialized|"
-                           r"Dynamo bytecode transform time|torch\.compile takes|Start loading torch\.compile|"
-                           r"Profiling CUDA graph memory)")),
-    ("kv_cache", re.compile(r"(?:Available KV cache memory:|Memory profiling (?:takes|results)|"
-                            r"the current vLLM instance can use total_gpu_memory|# (?:GPU|[a-z]{3,8}) blocks:)")),
+    (
+        "startup",
+        re.compile(
+            r"(?:vLLM API server version|non-default args: |Initializing an? (?:V[01] )?LLM engine"
+            r"|Resolved architecture:)"
+        ),
+    ),
+    (
+        "weights",
+        re.compile(
+            r"(?:Starting to load model|Loading model from scratch|Loading [\w ]{1,40} checkpoint shards:"
+            r"|Loading weights (?:took|with)|Time spent downloading weights|Using model weights format)"
+        ),
+    ),
+    (
+        "profile",
+        re.compile(
+            r"(?:Model loading took|Loading model weights took|Encoder cache will be initialized"
+            r"|Dynamo bytecode transform time|torch\.compile takes|Start loading torch\.compile"
+            r"|Profiling CUDA graph memory)"
+        ),
+    ),
+    (
+        "kv_cache",
+        re.compile(
+            r"(?:Available KV cache memory:|Memory profiling (?:takes|results)"
+            r"|the current vLLM instance can use total_gpu_memory|# (?:GPU|[a-z]{3,8}) blocks:)"
+        ),
+    ),
     ("graph", re.compile(r"(?:[A-Z]{2,6} KV cache size:|Capturing .{0,32}(?:graph|capture))")),
     ("warmup", re.compile(r"Graph capturing finished")),
-    ("runtime", re.compile(r"(?:Application startup complete|"
-                           r"init engine \(profile, create kv cache, warmup model\) took|Engine \d{1,4}: Avg prompt throughput|Avg prompt throughput:|Uvicorn running on)")),
+    (
+        "runtime",
+        re.compile(
+            r"(?:Application startup complete|init engine \(profile, create kv cache, warmup model\) took"
+            r"|(?:Engine \d{1,4}: )?Avg prompt throughput:|Uvicorn running on)"
+        ),
+    ),
 )
 _PROOF_WORDS = re.compile(
     r"load|Load|engine|args|Resolved|weights|Encoder|Dynamo|torch|Profiling|profiling|Available|current|# |KV|"
@@ -46,20 +70,43 @@ _PROOF_WORDS = re.compile(
 # Functions that only run in one phase, most special first: a frame of the profile run lies above the model's forward.
 _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("warmup", re.compile(r"_dummy_sampler_run|_dummy_pooler_run|warmup_sampler|_warm_up_sampler")),
-    ("graph", re.compile(r"\b_?capture_model\b|\bcapture_end\b|register_graph_buffers|capture_cudagraphs|"
-                         r"profile_cudagraph_memory|\bcapture_graphs?\b|torch\.cuda\.graph\(|CUDAGraphRunner|"
-                         r"graph_capture")),
-    ("profile", re.compile(r"determine_available_memory|determine_num_available_blocks|\bprofile_run\b|"
-                           r"profile_multimodal|profile_encoder|_profile_mm")),
-    ("kv_cache", re.compile(r"_allocate_kv_cache|allocate_kv_cache|\binitialize_kv_cache(?:_tensors)?\b|"
-                            r"\binitialize_cache\b|_init_cache_engine|cache_engine\.py|CacheEngine\(")),
+    (
+        "graph",
+        re.compile(
+            r"\b_?capture_model\b|\bcapture_end\b|register_graph_buffers|capture_cudagraphs|profile_cudagraph_memory"
+            r"|\bcapture_graphs?\b|torch\.cuda\.graph\(|CUDAGraphRunner|graph_capture"
+        ),
+    ),
+    (
+        "profile",
+        re.compile(
+            r"determine_available_memory|determine_num_available_blocks|\bprofile_run\b|profile_multimodal"
+            r"|profile_encoder|_profile_mm"
+        ),
+    ),
+    (
+        "kv_cache",
+        re.compile(
+            r"_allocate_kv_cache|allocate_kv_cache|\binitialize_kv_cache(?:_tensors)?\b|\binitialize_cache\b"
+            r"|_init_cache_engine|cache_engine\.py|CacheEngine\("
+        ),
+    ),
     ("warmup", re.compile(r"compile_or_warm_up_model|kernel_warmup|warming_up_model|\bwarm_up_model\b")),
-    ("weights", re.compile(r"\bload_model\b|\bcreate_weights\b|process_weights_after_loading|\bload_weights\b|"
-                           r"model_loader/|\binitialize_model\b|maybe_offload_to_cpu|\bmake_layers\b|"
-                           r"weight_loader\b|\bload_state_dict\b|safetensors_weights_iterator")),
-    ("runtime", re.compile(r"run_busy_loop|_process_engine_step|step_with_batch_queue|\bsample_tokens\b|"
-                           r"_get_prompt_logprobs|run_engine_loop|\bengine_step\b|run_output_handler|compute_logprobs|"
-                           r"_run_engine\b|\bllm\.generate\b")),
+    (
+        "weights",
+        re.compile(
+            r"\bload_model\b|\bcreate_weights\b|process_weights_after_loading|\bload_weights\b|model_loader/"
+            r"|\binitialize_model\b|maybe_offload_to_cpu|\bmake_layers\b|weight_loader\b|\bload_state_dict\b"
+            r"|safetensors_weights_iterator"
+        ),
+    ),
+    (
+        "runtime",
+        re.compile(
+            r"run_busy_loop|_process_engine_step|step_with_batch_queue|\bsample_tokens\b|_get_prompt_logprobs"
+            r"|run_engine_loop|\bengine_step\b|run_output_handler|compute_logprobs|_run_engine\b|\bllm\.generate\b"
+        ),
+    ),
 )
 _MODEL_INIT = re.compile(r"/models/\w{1,60}\.py$")
 # Runs in the profile run, in warm-up and while serving: says something only where nothing else does.

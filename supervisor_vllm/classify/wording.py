@@ -34,7 +34,8 @@ _WRAPPER = re.compile(
     r"|WorkerProc initialization failed|cancelled$|Executor failed|Engine core process|Worker failed with error"
     r"|.{0,120}died unexpectedly|Background loop (?:has errored|is stopped|is not running)|Engine loop is not running"
     r"|Got fatal signal from worker|terminated$|MQLLMEngine (?:terminated|is already dead)|Task finished unexpectedly"
-    r"|The actor (?:died|is dead)|Failed core proc|Process .{1,80} (?:died|exited) with|.{0,60}stack trace (?:above )?for"
+    r"|The actor (?:died|is dead)|Failed core proc|Process .{1,80} (?:died|exited) with"
+    r"|.{0,60}stack trace (?:above )?for"
     r"|Exceptions? raised in worker|Engine is dead|AsyncEngine is dead|Unhandled error in engine)"
 )
 _WRAPPER_CLASSES = frozenset(
