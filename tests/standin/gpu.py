@@ -1,0 +1,78 @@
+"""The stand-in GPUs: a directory that nvml.c reads too (its head says what lies where)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DIRECTORY_VARIABLE = "SUPERVISOR_VLLM_TEST_GPUS"
+
+#: Fields of /proc/<pid>/stat, counted after the name's closing bracket (proc(5): 3 is state, 22 is starttime).
+_STATE, _START_TIME = 0, 19
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks since boot; 0 for a dead process or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[_STATE] in "ZX" else int(fields[_START_TIME])
+
+
+def visible_index() -> int:
+    """The first device of CUDA_VISIBLE_DEVICES, 0 without it."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    return int(first) if first.isdigit() else 0
+
+
+class Device:
+    """One device: `path` is gpu<N> below the directory. Sizes in bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def total_bytes(self) -> int:
+        return int((self.path / "total").read_text())
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.total_bytes - sum(self.holders().values()))
+
+    def holders(self) -> dict[int, int]:
+        """Bytes by pid, of living processes."""
+        found = {}
+        for file in (self.path / "holders").iterdir():
+            if not file.name.isdigit():
+                continue
+            try:
+                held, *started = file.read_text().split()
+            except (OSError, ValueError):
+                continue
+            living = start_time(int(file.name))
+            if living and (not started or int(started[0]) == living):
+                found[int(file.name)] = int(held)
+        return found
+
+    def hold(self, pid: int, held_bytes: int) -> None:
+        """Say that `pid` holds so much now. Renamed into place: a reader never sees half a number."""
+        draft = self.path / "holders" / f".{pid}"
+        draft.write_text(f"{held_bytes} {start_time(pid)}")
+        draft.rename(self.path / "holders" / str(pid))
+
+    def release(self, pid: int) -> None:
+        (self.path / "holders" / str(pid)).unlink(missing_ok=True)
+
+
+def create(directory: Path, *, index: int, total_bytes: int, name: str = "NVIDIA H100 80GB HBM3") -> Device:
+    device = Device(directory / f"gpu{index}")
+    (device.path / "holders").mkdir(parents=True)
+    (device.path / "total").write_text(str(total_bytes))
+    (device.path / "name").write_text(name)
+    (device.path / "uuid").write_text(f"GPU-5a4e0000-0000-4000-8000-{index:012d}")
+    return device
+
+
+def own_device() -> Device:
+    return Device(Path(os.environ[DIRECTORY_VARIABLE]) / f"gpu{visible_index()}")
