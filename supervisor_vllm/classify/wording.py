@@ -22,8 +22,7 @@ _LEAD_IN = re.compile(
     r"|what\(\): {1,4}"
     r"|(?:Last|Value|Assertion|Runtime|Unexpected|Caught|Fatal|Internal) [Ee]rror[:,] ?"
     r"|[Ee]rror: |ERROR: |Failed: |FAILED: |Exception: |[Cc]aused by: "
-    r"|[\w.:\[\]\s-]{1,120} NCCL WARN "
-    r"|NCCL WARN "
+    r"|[\w.:/\[\] -]{0,200}\bNCCL WARN "
     r"|E {2,8}"
     r"|\+-\+-{1,40} \d{1,4} -{1,40}$)"
 )
@@ -136,7 +135,7 @@ def readings(body: str) -> Iterator[str]:
     """The body, and what is left of it without the exception's class and other lead-ins: an error begins at one."""
     if body[:1].isspace():
         body = body.strip()
-        if not (exception_head(body) and ": " in body) and not body.startswith("what():"):
+        if not (exception_head(body) and ": " in body) and not body.startswith(("what():", "Value error, ", "| ")):
             return  # a traceback's source line: its words are the code's, not the error's
     text = body.removeprefix("| ").strip()
     for _ in range(6):
