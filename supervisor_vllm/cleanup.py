@@ -1,0 +1,70 @@
+"""Ending what a dead server left behind: only processes that are proven ours, by pid *and* start time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from .evidence.processes import same
+from .incident import ProcessRef
+
+#: EngineCore and Workers have nothing left to save once the API server is dead.
+TERM_WAIT_SEC = 5.0
+KILL_WAIT_SEC = 10.0
+
+
+@dataclass(frozen=True)
+class EndResult:
+    """`survivors` outlived SIGKILL: (process, its state in the kernel's word, such as disk-sleep)."""
+
+    ended: tuple[ProcessRef, ...]
+    survivors: tuple[tuple[ProcessRef, str], ...] = ()
+
+
+def end_processes(refs: tuple[ProcessRef, ...], *, term_wait_sec: float = TERM_WAIT_SEC) -> EndResult:
+    """SIGTERM, then SIGKILL. Each signal only after another look that the pid is still that very process."""
+    for ref in refs:
+        process = _process(ref)
+        if process:
+            _send(process.terminate)
+    left = _wait(refs, term_wait_sec)
+    for ref in left:
+        process = _process(ref)
+        if process:
+            _send(process.kill)
+    left = _wait(left, KILL_WAIT_SEC)
+    survivors = tuple((ref, _state(ref)) for ref in left)
+    return EndResult(tuple(ref for ref in refs if ref not in left), survivors)
+
+
+def _process(ref: ProcessRef) -> psutil.Process | None:
+    try:
+        process = psutil.Process(ref.pid)
+        return process if same(ref, ProcessRef(ref.pid, process.create_time())) else None
+    except psutil.Error:
+        return None
+
+
+def _send(signal: object) -> None:
+    """psutil checks pid and start time once more before it sends."""
+    assert callable(signal)
+    try:
+        signal()
+    except psutil.Error:
+        pass  # it ended in this moment, or isn't ours to end (the caller names it as a survivor)
+
+
+def _wait(refs: tuple[ProcessRef, ...], limit_sec: float) -> tuple[ProcessRef, ...]:
+    """Those that still live after the limit. A zombie has ended: it holds no memory, its parent has yet to look."""
+    found = {process: ref for ref in refs if (process := _process(ref))}
+    _, alive = psutil.wait_procs(list(found), timeout=limit_sec)
+    return tuple(found[process] for process in alive if _state(found[process]) not in ("gone", psutil.STATUS_ZOMBIE))
+
+
+def _state(ref: ProcessRef) -> str:
+    process = _process(ref)
+    try:
+        return str(process.status()) if process else "gone"
+    except psutil.Error:
+        return "gone"
