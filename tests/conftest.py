@@ -71,9 +71,7 @@ def world_environment(gpus: Gpus, vllm_bin: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def make_supervisord(
-    tmp_path: Path, world_environment: dict[str, str]
-) -> Iterator[Callable[..., Supervisord]]:
+def make_supervisord(tmp_path: Path, world_environment: dict[str, str]) -> Iterator[Callable[..., Supervisord]]:
     """make_supervisord(http="unix" | "inet" | None, password=…, environment=…, main_sections=…), not started yet."""
     made: list[Supervisord] = []
 
@@ -103,7 +101,9 @@ def model_dir(tmp_path: Path) -> Callable[..., Path]:
 def cli(world_environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """cli("status", "--json", …): `python -m supervisor_vllm` with the stand-in GPUs in sight."""
 
-    def run(*arguments: str, environment: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, environment: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         return run_cli(*arguments, environment=world_environment | (environment or {}), **options)
 
     return run
@@ -113,7 +113,7 @@ def cli(world_environment: dict[str, str]) -> Callable[..., subprocess.Completed
 def vllm_serve(
     tmp_path: Path, vllm_bin: Path, world_environment: dict[str, str]
 ) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """vllm_serve(model, "--port", "8000", …): the stand-in without supervisord; its output goes to tmp_path/vllm.log."""
+    """vllm_serve(model, "--port", "8000", …): the stand-in without supervisord, logging to tmp_path/vllm.log."""
     started: list[subprocess.Popen[bytes]] = []
 
     def serve(model: Path, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:

@@ -225,13 +225,16 @@ def test_supervisord_runs_it(supervisord: Supervisord, model_dir: ModelDir) -> N
     assert not group_members(pid)
 
 
-@pytest.mark.parametrize("options", [{"http": "inet", "password": "p%w"}, {"http": "unix", "password": "pw"}, {"http": None}])
+@pytest.mark.parametrize(
+    "options", [{"http": "inet", "password": "p%w"}, {"http": "unix", "password": "pw"}, {"http": None}]
+)
 def test_supervisord_with_other_doors(make_supervisord: Callable[..., Supervisord], options: dict[str, Any]) -> None:
     supervisord = make_supervisord(**options)
     supervisord.write_program("sleeper", "sleep 60")
     supervisord.start()
     if options["http"]:
         supervisord.wait_state("sleeper", "RUNNING")
+    wait_until(lambda: "sleeper entered RUNNING" in supervisord.output(), 10, "the program to run")
     supervisord.stop()
 
 

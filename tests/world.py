@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from supervisor.xmlrpc import SupervisorTransport
-
 from standin import gpu
 from standin.figures import FILE_NAME, GIB, MIB
+from supervisor.xmlrpc import SupervisorTransport
 
 __all__ = ["GIB", "MIB"]
 
@@ -71,6 +70,7 @@ def kill_group(group: int) -> None:
     """End what is left of a process group that this test started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
+    wait_until(lambda: not group_members(group), 10, f"the end of process group {group}")
 
 
 class Gpus:
@@ -227,7 +227,7 @@ class Supervisord:
         return Path(f"/tmp/sv-{os.getpid()}-{id(self):x}.sock")
 
     def _main_file(self, http: str | None, main_sections: str) -> str:
-        login = f"username=test\npassword={self.password}\n" if self.password else ""
+        login = f"username=test\npassword={self.password.replace('%', '%%')}\n" if self.password else ""
         parts = [
             "[supervisord]",
             "nodaemon=true",
@@ -431,7 +431,17 @@ def compile_nvml(directory: Path) -> Path:
     assert compiler, "no C compiler"
     library = directory / "libnvidia-ml.so.1"
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", str(library), str(TESTS / "standin" / "nvml.c")],
+        [
+            compiler,
+            "-shared",
+            "-fPIC",
+            "-O1",
+            "-Wall",
+            "-Werror",
+            "-o",
+            str(library),
+            str(TESTS / "standin" / "nvml.c"),
+        ],
         check=True,
         capture_output=True,
         text=True,

@@ -42,7 +42,8 @@ class EngineCore:
         args = self.args
         self.log.info(
             "core.py:133",
-            f"Initializing a V1 LLM engine (v{log.VERSION}) with config: model='{args.model}', speculative_config=None, "
+            f"Initializing a V1 LLM engine (v{log.VERSION}) with config: model='{args.model}', "
+            "speculative_config=None, "
             f"tokenizer='{args.model}', skip_tokenizer_init=False, tokenizer_mode=auto, revision=None, "
             "tokenizer_revision=None, trust_remote_code=False, dtype=torch.bfloat16, "
             f"max_seq_len={args.max_model_len}, download_dir=None, load_format={args.load_format}, "

@@ -20,7 +20,8 @@ _CUDA_NOTE = (
 
 _TEXTS = {
     "engine_exception": "RuntimeError: shape '[1, 4096]' is invalid for input of size 4095",
-    "illegal_memory_access": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered" + _CUDA_NOTE,
+    "illegal_memory_access": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+    + _CUDA_NOTE,
     "out_of_memory": "torch.AcceleratorError: CUDA error: out of memory" + _CUDA_NOTE,
     "shm_full": "RuntimeError: Insufficient space in /dev/shm for shared memory broadcast buffer: 160 MiB required, "
     "63 MiB free. Increase /dev/shm (e.g. --shm-size or --ipc=host).",

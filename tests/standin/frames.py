@@ -90,7 +90,12 @@ WORKER = {
         (_GPU_WORKER, 894, "initialize_from_config", "self.model_runner.initialize_kv_cache("),
         (_RUNNER, 7102, "initialize_kv_cache", "kv_caches = self.initialize_kv_cache_tensors("),
         (_RUNNER, 7000, "initialize_kv_cache_tensors", "kv_caches = allocate_kv_cache("),
-        ("vllm/v1/worker/utils.py", 596, "allocate_kv_cache", "buf = torch.zeros(buf_size, dtype=torch.int8, device=device)"),
+        (
+            "vllm/v1/worker/utils.py",
+            596,
+            "allocate_kv_cache",
+            "buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",
+        ),
     ),
     "capture_model": _WORKER_CALL
     + _frames(

@@ -108,7 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(
                 400,
                 f"This model's maximum context length is {limit} tokens. However, you requested {wanted} output tokens "
-                f"and your prompt contains at least {prompt_tokens} input tokens. Please reduce the length of the input "
+                f"and your prompt contains at least {prompt_tokens} input tokens. Please reduce the length of the "
+                "input "
                 "prompt or the number of requested output tokens.",
                 "BadRequestError",
             )
@@ -117,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.api.complete(prompt_tokens)
         except EngineDead:
             self._refuse(
-                500, "EngineCore encountered an issue. See stack trace (above) for the root cause.", "InternalServerError"
+                500,
+                "EngineCore encountered an issue. See stack trace (above) for the root cause.",
+                "InternalServerError",
             )
             return
         self._answer(200, self._completion(chat, name, str(prompt), prompt_tokens, wanted))

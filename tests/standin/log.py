@@ -90,7 +90,8 @@ def out_of_memory(
     processes = "".join(f"Process {pid} has {torch_size(held)} memory in use. " for pid, held in others.items())
     return (
         f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {torch_size(tried)}. GPU {device} has a total "
-        f"capacity of {torch_size(total)} of which {torch_size(free)} is free. {processes}Including non-PyTorch memory, "
+        f"capacity of {torch_size(total)} of which {torch_size(free)} is free. {processes}Including "
+        "non-PyTorch memory, "
         f"this process has {torch_size(own)} memory in use. Of the allocated memory {torch_size(pytorch)} is allocated "
         f"by PyTorch, and {torch_size(24 * MIB)} is reserved by PyTorch but unallocated. If reserved but unallocated "
         "memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "

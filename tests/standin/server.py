@@ -1,4 +1,4 @@
-"""The API server: the leader that supervisord starts. Checks, binds, starts the engine, serves, and says its exit code."""
+"""The API server, the leader that supervisord starts: checks, binds, starts the engine, serves, says its exit code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class ApiServer:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            host = self.args.host if self.args.host not in (None, "0.0.0.0", "localhost") else "127.0.0.1"  # never outside
+            host = (
+                self.args.host if self.args.host not in (None, "0.0.0.0", "localhost") else "127.0.0.1"
+            )  # never outside
             listener.bind((host, self.args.port))
         except OSError as failure:
             if failure.errno != errno.EADDRINUSE:
@@ -143,7 +145,9 @@ class ApiServer:
         if self.stop.is_set():
             return
         if not told:
-            self.log.warning("core_client.py:817", "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup")
+            self.log.warning(
+                "core_client.py:817", "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup"
+            )
         self.log.exception("async_llm.py:906", "AsyncLLM output_handler failed.", Fatal(_ENGINE_DEAD, API_OUTPUT))
         self.dead.set()
 
@@ -217,7 +221,8 @@ def complete_arguments(args: Namespace, world: Figures, total_bytes: int) -> Non
         raise _config_error(
             "ModelConfig",
             "",
-            f"Value error, User-specified max_model_len ({args.max_model_len}) is greater than the derived max_model_len "
+            f"Value error, User-specified max_model_len ({args.max_model_len}) is greater than the derived "
+            "max_model_len "
             f"(max_position_embeddings={derived} or model_max_length=None in model's config.json). To allow overriding "
             "this maximum, set the env var VLLM_ALLOW_LONG_MAX_MODEL_LEN=1. VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used "
             "with extreme caution. If the model uses relative position encoding (RoPE), positions exceeding "
@@ -293,7 +298,11 @@ def _serve(args: Namespace) -> int:
         if fault.where == "startup" and fault.what in ("exit0", "port", "bad_model") and figures.claim(model, fault):
             if fault.what == "exit0":
                 return 0
-            raise Fatal("OSError: [Errno 98] Address already in use", API_PORT) if fault.what == "port" else _no_config(model)
+            raise (
+                Fatal("OSError: [Errno 98] Address already in use", API_PORT)
+                if fault.what == "port"
+                else _no_config(model)
+            )
     check_model(model)
     complete_arguments(args, world, gpu.own_device().total_bytes)
     server.log.info("model.py:733", "Resolved architecture: Qwen2ForCausalLM")

@@ -74,7 +74,10 @@ class Worker:
         weights = max(0, self.world.weights_bytes - int(self.args.cpu_offload_gb * GIB))
         weights //= self.args.tensor_parallel_size
         self.log.info("gpu_model_runner.py:5040", f"Starting to load model {self.args.model}...")
-        self.log.info("cuda.py:512", "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'TRITON_ATTN'].")
+        self.log.info(
+            "cuda.py:512",
+            "Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'TRITON_ATTN'].",
+        )
         self._fault("loading", "load_model")
         begun = time.monotonic()
         free = self.device.free_bytes
@@ -88,7 +91,9 @@ class Worker:
         self._hold(weights)
         took = time.monotonic() - begun
         self.log.info("default_loader.py:501", f"Loading weights took {took:.2f} seconds")
-        self.log.info("gpu_model_runner.py:5150", f"Model loading took {gib(weights)} GiB memory and {took:.6f} seconds")
+        self.log.info(
+            "gpu_model_runner.py:5150", f"Model loading took {gib(weights)} GiB memory and {took:.6f} seconds"
+        )
 
     def _load_failure(self, text: str) -> None:
         original = text.partition(": ")[2]
@@ -127,8 +132,10 @@ class Worker:
         free = self.device.free_bytes
         if free > self.free_at_start:
             raise Fatal(
-                f"AssertionError: Error in memory profiling. Initial free memory {gib(self.free_at_start)} GiB, current "
-                f"free memory {gib(free)} GiB. This happens when other processes sharing the same container release GPU "
+                f"AssertionError: Error in memory profiling. Initial free memory {gib(self.free_at_start)} GiB, "
+                "current "
+                f"free memory {gib(free)} GiB. This happens when other processes sharing the same container release "
+                "GPU "
                 "memory while vLLM is profiling during initialization. To fix this, ensure consistent GPU memory "
                 "allocation or isolate vLLM in its own container.",
                 WORKER["memory_profiling"],
@@ -139,7 +146,9 @@ class Worker:
         self.consumed = self.free_at_start - free + self.world.context_bytes
         available = self.requested - self.consumed - self.peak - self.graph_estimate
         if self.graph_estimate:
-            self.log.info("gpu_model_runner.py:6475", f"Estimated CUDA graph memory: {self.graph_estimate / GIB:.2f} GiB total")
+            self.log.info(
+                "gpu_model_runner.py:6475", f"Estimated CUDA graph memory: {self.graph_estimate / GIB:.2f} GiB total"
+            )
         self.log.info("gpu_worker.py:760", f"Available KV cache memory: {gib(available)} GiB")
         if self.graph_estimate:
             self._say_graph_estimate()
@@ -162,7 +171,8 @@ class Worker:
         self.log.info(
             "gpu_worker.py:774",
             "CUDA graph memory profiling is enabled (default since v0.21.0). The current "
-            f"--gpu-memory-utilization={util:.4f} is equivalent to --gpu-memory-utilization={round(util - share, 4):.4f} "
+            f"--gpu-memory-utilization={util:.4f} is equivalent to "
+            f"--gpu-memory-utilization={round(util - share, 4):.4f} "
             "without CUDA graph memory profiling. To maintain the same effective KV cache size as before, increase "
             f"--gpu-memory-utilization to {min(round(util + share, 4), 1.0):.4f}. To disable, set "
             "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0.",
@@ -200,11 +210,15 @@ class Worker:
         self.log.info(
             "gpu_worker.py:1034",
             f"Free memory on device ({gib(self.free_at_start)}/{gib(self.device.total_bytes)} GiB) on startup. Desired "
-            f"GPU memory utilization is ({self.args.gpu_memory_utilization}, {gib(self.requested)} GiB). Actual usage is "
-            f"{gib(self.consumed)} GiB for consumed memory (weights + non-torch), {gib(self.peak + self.graph_estimate)} "
+            f"GPU memory utilization is ({self.args.gpu_memory_utilization}, {gib(self.requested)} GiB). Actual "
+            "usage is "
+            f"{gib(self.consumed)} GiB for consumed memory (weights + non-torch), "
+            f"{gib(self.peak + self.graph_estimate)} "
             f"GiB for peak activation, and {gib(self.graphs)} GiB for CUDAGraph memory. Replace gpu_memory_utilization "
-            f"config with `--kv-cache-memory={to_requested}` ({gib(to_requested)} GiB) to fit into requested memory, or "
-            f"`--kv-cache-memory={to_limit}` ({gib(to_limit)} GiB) to fully utilize gpu memory. Current kv cache memory "
+            f"config with `--kv-cache-memory={to_requested}` ({gib(to_requested)} GiB) to fit into requested "
+            "memory, or "
+            f"`--kv-cache-memory={to_limit}` ({gib(to_limit)} GiB) to fully utilize gpu memory. Current kv cache "
+            "memory "
             f"in use is {gib(self.kv_bytes)} GiB.",
         )
 
