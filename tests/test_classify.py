@@ -219,15 +219,7 @@ def _log_of(case: dict) -> tuple[LogLine, ...]:
 
 def _incident_of(case: dict, log: tuple[LogLine, ...]) -> Incident:
     return incident(
-        **{
-            "log": log,
-            "exit_status": case["exit_status"],
-            "signal": case.get("signal"),
-            "kernel_log": tuple(case.get("kernel", ())),
-            "tree": tuple(ProcessRef(pid, 0.0) for pid in case.get("pids", ())),
-            "cgroup_after": CgroupMemory(case["cgroup"]) if "cgroup" in case else None,
-            "command": case.get("command", "vllm serve /m/q"),
-        }
+        log=log, exit_status=case["exit_status"], signal=case.get("signal"), kernel_log=tuple(case.get("kernel", ())), tree=tuple(ProcessRef(pid, 0.0) for pid in case.get("pids", ())), cgroup_after=CgroupMemory(case["cgroup"]) if "cgroup" in case else None, command=case.get("command", "vllm serve /m/q")
     )
 
 
@@ -269,20 +261,19 @@ def test_random_bytes_never_raise_and_never_become_oom(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "random.log"
     path.write_bytes(data)
-    verdict = classify(incident(**{"log": read_file(str(path)), "exit_status": exit_status}))
+    verdict = classify(incident(log=read_file(str(path)), exit_status=exit_status))
     assert not KINDS[verdict.kind].oom
 
 
 _WORDS = st.sampled_from(
-    "memory out of CUDA OOM killed Killed kill oom room_id bloom error Error: allocate GPU free INFO WARNING cache "
-    "blocks KV shm 137 -9 leaked shared_memory prompt GiB".split()
+    ["memory", "out", "of", "CUDA", "OOM", "killed", "Killed", "kill", "oom", "room_id", "bloom", "error", "Error:", "allocate", "GPU", "free", "INFO", "WARNING", "cache", "blocks", "KV", "shm", "137", "-9", "leaked", "shared_memory", "prompt", "GiB"]
 )
 
 
 @given(st.lists(st.lists(_WORDS, max_size=8).map(" ".join), max_size=30))
 @settings(max_examples=150, deadline=None)
 def test_words_are_not_an_error(texts: list[str]) -> None:
-    """The words of memory, in any order but an error's own: no alarm."""
+    """The words of memory in any order but an error's own: no alarm."""
     texts = [text for text in texts if "out of memory" not in text.lower()]
     assert not KINDS[classify(incident(*texts, exit_status=1)).kind].oom
 

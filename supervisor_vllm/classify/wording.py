@@ -14,7 +14,8 @@ _EXCEPTION_WORDS = ("Error", "Exception", "Interrupt", "Exit", "Timeout", "OutOf
 
 # What stands in front of the real message, in the same line.
 _LEAD_IN = re.compile(
-    r"(?:Worker failed with error ['\"]"  # v1/executor/multiproc_executor.py
+    r"(?:[A-Z]\w{2,60}(?:Error|Exception)\(['\"]"  # repr(), V0's engine.py
+    r"|Worker failed with error ['\"]"  # v1/executor/multiproc_executor.py
     r"|EngineCore (?:hit an exception|failed to start|encountered a fatal error)[:.] "
     r"|Exception in worker \w{1,60} while processing method \w{1,80}: "  # V0, multiproc_worker_utils.py
     r"|Error executing method [\w']{1,80}\. (?:This might cause deadlock in distributed execution\.)? ?"

@@ -21,14 +21,15 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[
 # In front of the program's own text: docker compose, kubernetes and docker timestamps, journald, torch's rank.
 _FOREIGN = re.compile(
     r"(?:[\w.-]{1,64}\s{0,8}\|\s"
-    r"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)\s(?:std(?:out|err)\s[FP]\s)?"
+    r"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} \[\w{1,12}\] (?:\(Process\) )?"
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]{1,64} [\w.@-]{1,64}(?:\[\d+\])?: "
     r"|\[rank\d+\]:\s?)"
 )
 # `(EngineCore_DP0 pid=68) `, nested `(EngineCore_0 pid=5) (VllmWorker TP0 pid=9) `, `(RayWorkerWrapper pid=7, ip=…) `
 _PROCESS = re.compile(r"\(([A-Za-z][^()]{0,80}?)\s?\bpid=(\d{1,10})(,[^()]{0,80})?\)\s?")
 _HEADER = re.compile(
-    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})? "
+    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)? "
     r"\[?([\w./-]{1,200}):\d{1,6}\] ?"
 )
 _UVICORN = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,9}")
