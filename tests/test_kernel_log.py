@@ -116,7 +116,9 @@ def test_no_kill(line: str) -> None:
 
 def test_kmsg_from_a_time_on(tmp_path: Path) -> None:
     kmsg = tmp_path / "kmsg"
-    kmsg.write_text("6,1,999999,-;before\n6,2,2220604174,-;Out of memory: first\n SUBSYSTEM=x\n6,3,2220604297,c;second\n")
+    kmsg.write_text(
+        "6,1,999999,-;before\n6,2,2220604174,-;Out of memory: first\n SUBSYSTEM=x\n6,3,2220604297,c;second\n"
+    )
     assert read_kernel_log(Roots(kmsg=kmsg), 2.0) == ("[ 2220.604174] Out of memory: first", "[ 2220.604297] second")
     assert read_kernel_log(Roots(kmsg=kmsg), 1e9) == ()
 

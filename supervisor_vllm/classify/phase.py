@@ -91,7 +91,11 @@ _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"|_init_cache_engine|cache_engine\.py|CacheEngine\("
         ),
     ),
-    ("warmup", re.compile(r"compile_or_warm_up_model|kernel_warmup|warming_up_model|\bwarm_up_model\b")),
+    (
+        "warmup",
+        re.compile(r"compile_or_warm_up_model|kernel_warmup|warming_up_model|\bwarm_up_model\b"),
+    ),
+    ("profile", re.compile(r"\b_dummy_run\b")),
     (
         "weights",
         re.compile(
@@ -110,7 +114,8 @@ _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 _MODEL_INIT = re.compile(r"/models/\w{1,60}\.py$")
 # Runs in the profile run, in warm-up and while serving: says something only where nothing else does.
-_WEAK_RUNTIME = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b|embed_multimodal|get_multimodal_embeddings")
+_FORWARD = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b|embed_multimodal|get_multimodal_embeddings|forward")
+_EXECUTE = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b")
 
 
 def proven_phase(body: str) -> str | None:
@@ -136,8 +141,14 @@ def phase_of_frames(frames: tuple[str, ...]) -> str | None:
     return None
 
 
-def weak_runtime(frames: tuple[str, ...]) -> bool:
-    return any(_WEAK_RUNTIME.search(text) for text in frames)
+def runs_forward(frames: tuple[str, ...]) -> bool:
+    """The model runs: in the profile run, in warm-up or while serving."""
+    return any(_FORWARD.search(text) for text in frames)
+
+
+def executes(frames: tuple[str, ...]) -> bool:
+    """V1 calls it for requests only, V0 in the profile run too (whose own frames say so)."""
+    return any(_EXECUTE.search(text) for text in frames)
 
 
 def _is_model_init(text: str) -> bool:

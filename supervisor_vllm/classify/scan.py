@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..evidence.log_records import Record
 from ..incident import LogLine
 from .pattern import Signature
-from .phase import KIND_BY_PHASE, later, phase_of_frames, proven_phase, weak_runtime
+from .phase import KIND_BY_PHASE, executes, later, phase_of_frames, proven_phase, runs_forward
 from .signatures import SIGNATURES
 from .wording import (
     death_signal,
@@ -19,9 +19,12 @@ from .wording import (
     is_echo,
     is_fatal,
     is_soft_stop,
+    is_start_failure,
     is_stop,
     is_wrapper,
     may_be_users_text,
+    method_context,
+    proves_serving,
     readings,
 )
 
@@ -58,7 +61,8 @@ class Finding:
     name: str = ""
     message: str = ""
     echo: bool = False
-    weak_runtime: bool = False
+    forward: bool = False
+    executes: bool = False
     shm_frames: bool = False
     pinned_frames: bool = False
 
@@ -89,12 +93,14 @@ class Scan:
     bare_killed: LogLine | None = None
     server: bool = False
     eager: bool = False
+    served: bool = False
+    start_failed: bool = False
     any_error: bool = False
 
 
 _CAUSES = tuple(signature for signature in SIGNATURES if signature.role != "hint")
 _HINTS = tuple(signature for signature in SIGNATURES if signature.role == "hint")
-_HINT_WORDS = re.compile(r"KV [Cc]ache|blocks: 0|concurrency for")
+_HINT_WORDS = re.compile(r"KV [Cc]ache|Available memory|blocks: 0|concurrency for")
 
 
 def scan(records: Iterable[Record]) -> Scan:
@@ -106,7 +112,9 @@ def scan(records: Iterable[Record]) -> Scan:
         if not record.may_be_error:
             continue
         if record.body.startswith("Traceback (most recent call last)"):
-            frames[record.process] = []
+            frames[record.process] = [text for text in frames.get(record.process, ())[-1:] if method_context(text)]
+        elif method_context(record.body):
+            _add_frame(frames, record.process, record.body)
         elif location := frame(record.body):
             _add_frame(frames, record.process, f"{location[0]} {location[1]}")
         elif record.body[:1].isspace():
@@ -124,12 +132,15 @@ def _add_frame(frames: dict[str, list[str]], process: str, text: str) -> None:
 
 
 def _note_progress(result: Scan, index: int, record: Record) -> None:
+    if record.origin.rpartition("/")[2].startswith(("serving", "loggers.py")):
+        result.served = True
     if record.level not in (None, "INFO", "WARNING", "DEBUG"):
         return
     body = record.body
     if record.origin == "uvicorn" or record.level is None:
         if _ANSWER.match(body):
             result.life.append(index)
+            result.served = True
         if body.startswith(("Started server process", "Uvicorn running on")):
             result.server = True
     if record.level == "INFO" and _GENERATING.match(body):
@@ -160,11 +171,15 @@ def _note_markers(result: Scan, index: int, record: Record) -> None:
             result.soft_stops.append(Marker(index, record.line))
     if record.level == "INFO":
         return
+    result.served = result.served or proves_serving(body)
+    result.start_failed = result.start_failed or is_start_failure(body)
     if is_fatal(body):
         result.fatals.append(Marker(index, record.line))
     for text in readings(body):
         if is_death(text):
-            result.deaths.append(Marker(index, record.line, death_signal(text)))
+            signal = death_signal(text)
+            if signal != 15:  # vLLM's own cleaning up
+                result.deaths.append(Marker(index, record.line, signal))
             break
     if record.level is None and body.strip() == "Killed":
         result.bare_killed = record.line
@@ -235,7 +250,8 @@ def _add_finding(
             phase=result.last_phase,
             frames_phase=phase_of_frames(own),
             exact=exact,
-            weak_runtime=weak_runtime(own),
+            forward=runs_forward(own),
+            executes=executes(own),
             shm_frames=any(_SHM_FRAME.search(text) for text in own),
             pinned_frames=any(_PINNED_FRAME.search(text) for text in own[-4:]),
         )
@@ -307,15 +323,21 @@ def memory_phase(result: Scan, finding: Finding) -> str | None:
         return "runtime"
     if finding.frames_phase:
         return finding.frames_phase
+    if result.served and not result.start_failed:
+        return "runtime"
     phase = finding.phase
     if phase in (None, "startup"):
-        # lines of several processes overtake each other: the furthest that the whole log proves is a bound
-        phase = result.last_phase if result.last_phase in ("weights",) else None
-    if phase == "graph" and result.eager:
-        return "kv_cache"
-    if phase is None and finding.weak_runtime:
+        phase = _phase_without_proof(result, finding)
+    return "kv_cache" if phase == "graph" and result.eager else phase
+
+
+def _phase_without_proof(result: Scan, finding: Finding) -> str | None:
+    """Of a log whose start is missing, or whose processes' lines overtook each other."""
+    if finding.forward and result.start_failed:
+        return "profile"  # the model's first forward
+    if finding.executes:
         return "runtime"
-    return phase
+    return "weights" if result.last_phase == "weights" else None
 
 
 def memory_kind(phase: str | None) -> str:

@@ -142,11 +142,10 @@ def _about_memory(finding: Finding) -> bool:
 
 #: An error of another rank may stand before "Model loading took" of this one; one of a config probe is past by then.
 _ACCEPT: tuple[Callable[[Scan, Finding], bool], ...] = (
-    lambda found, finding: _is_cause(finding)
-    and finding.exact
-    and (_about_memory(finding) or not scanning.superseded(found, finding)),
-    lambda found, finding: _is_cause(finding)
-    and (_about_memory(finding) or not scanning.superseded(found, finding)),
+    lambda found, finding: (
+        _is_cause(finding) and finding.exact and (_about_memory(finding) or not scanning.superseded(found, finding))
+    ),
+    lambda found, finding: _is_cause(finding) and (_about_memory(finding) or not scanning.superseded(found, finding)),
     lambda found, finding: not scanning.superseded(found, finding),
 )
 

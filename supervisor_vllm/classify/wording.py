@@ -101,6 +101,17 @@ _FATAL = re.compile(
     r"|Error executing method )"
 )
 
+_START_FAILURE = re.compile(
+    r"(?:EngineCore failed to start|WorkerProc failed to start|(?:RuntimeError: )?Engine core initialization failed"
+    r"|(?:RuntimeError: )?Engine process failed to start)"
+)
+# run_engine_core (v1/engine/core.py, 0.8.5 on) says this of an engine that was up, "failed to start" of the others.
+_SERVING = re.compile(
+    r"(?:EngineCore encountered a fatal error|AsyncLLM output_handler failed|MQLLMEngine is already dead"
+    r"|Engine background task failed)"
+)
+_METHOD = re.compile(r"(?:Error executing method |Exception in worker \w{1,60} while processing method )")
+
 # Somebody asked for the end: vLLM's and uvicorn's words (0.18 on: "[shutdown]").
 _STOP = re.compile(
     r"(?:\[shutdown\] API server: shutdown triggered|\[shutdown\] EngineCore: trigger received signal=SIG(?:TERM|INT)"
@@ -116,7 +127,7 @@ _SOFT_STOP = re.compile(
 _USER_TEXT = re.compile(r"\b(?:[Pp]rompt|messages?=|content|[Rr]equest|input_text|chat[ _]template|tool_call)")
 
 # A file's traceback frame: Python's own, and the short form of reports.
-_FRAME = re.compile(r'\s{0,12}(?:File ")?([^\s"]{1,300}\.(?:pyx?|cuh?|cpp))(?:", line |:)\d{1,7}, in (\S{1,120})')
+_FRAME = re.compile(r'\s{0,12}(?:File "?)?([^\s"]{1,300}\.(?:pyx?|cuh?|cpp))(?:", line |:)\d{1,7}, in (\S{1,120})')
 
 
 def exception_head(text: str) -> tuple[str, str] | None:
@@ -164,9 +175,24 @@ def is_death(body: str) -> bool:
 
 
 def death_signal(body: str) -> int | None:
-    """The signal that ended a child, where vLLM prints its exit code. −15 is vLLM's own cleaning up."""
+    """The signal that ended a child, where vLLM prints its exit code."""
     match = _DEATH_CODE.search(body)
-    return -int(match[1]) if match and match[1] != "-15" else None
+    return -int(match[1]) if match else None
+
+
+def is_start_failure(body: str) -> bool:
+    """The engine never came up."""
+    return bool(_START_FAILURE.match(body))
+
+
+def method_context(body: str) -> bool:
+    """The line above a worker's traceback that names the method that it was in (V0, Ray)."""
+    return bool(_METHOD.match(body))
+
+
+def proves_serving(body: str) -> bool:
+    """The engine was up when this was written: the word for an error in its loop, not in its start."""
+    return bool(_SERVING.match(body))
 
 
 def is_fatal(body: str) -> bool:

@@ -16,12 +16,20 @@ from ..incident import LogLine
 #: What stands behind this in one line decides nothing, and keeps a 20 MiB line from costing minutes.
 MAX_BODY_CHARS = 8192
 
-_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+# also as `cat -v` writes it
+_ANSI = re.compile(r"\^\[\[[0-9;]{0,20}m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
-# In front of the program's own text: docker compose, kubernetes and docker timestamps, journald, torch's rank.
+# In front of the program's own text: docker compose, kubernetes and docker timestamps, cloud consoles, journald,
+# a program's own tag, torch's rank.
+_LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
+_ISO = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)"
 _FOREIGN = re.compile(
     r"(?:[\w.-]{1,64}\s{0,8}\|\s"
-    r"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
+    r"|" + _ISO + r"\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
+    r"|\s{0,4}\|?\s?\[" + _ISO + r"\] "
+    r"|" + _LEVEL + " " + _ISO + r" \[[\w.: -]{1,80}\] "
+    r"|\[[\w.-]{1,32}\] (?=\(|" + _LEVEL + r"\b)"
+    r"|\"(?=" + _LEVEL + r" )"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} \[\w{1,12}\] (?:\(Process\) )?"
     r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]{1,64} [\w.@-]{1,64}(?:\[\d+\])?: "
     r"|\[rank\d+\]:\s?)"
@@ -60,7 +68,7 @@ class Record:
 
 def plain(text: str) -> str:
     """Without terminal colours and control sequences."""
-    return _ANSI.sub("", text) if "\x1b" in text else text
+    return _ANSI.sub("", text) if "\x1b" in text or "^[[" in text else text
 
 
 def parse_records(lines: Iterable[LogLine]) -> Iterator[Record]:

@@ -122,8 +122,11 @@ def _last_start(lines: list[LogLine], *, server: bool) -> int | None:
     start: int | None = None
     seen: dict[object, int | None] = {}
     for index, line in enumerate(lines):
-        if "version " not in line.text and "usage: " not in line.text and " engine (v" not in line.text and (
-            "non-default args" not in line.text
+        if (
+            "version " not in line.text
+            and "usage: " not in line.text
+            and " engine (v" not in line.text
+            and ("non-default args" not in line.text)
         ):
             continue
         for record in parse_records((line,)):
