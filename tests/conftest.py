@@ -53,15 +53,9 @@ def vllm_bin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_gpus(tmp_path: Path, nvml_library: Path) -> Callable[..., Gpus]:
-    """make_gpus(count=…, total_bytes=…)"""
-    return lambda **options: Gpus(tmp_path / "gpus", nvml_library, **options)
-
-
-@pytest.fixture
-def gpus(make_gpus: Callable[..., Gpus]) -> Gpus:
-    """One stand-in GPU of 80 GiB."""
-    return make_gpus()
+def gpus(tmp_path: Path, nvml_library: Path) -> Gpus:
+    """One stand-in GPU of 80 GiB; `gpus.provide(count=…, total_bytes=…)` makes it others."""
+    return Gpus(tmp_path / "gpus", nvml_library)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from world import (
     GIB,
     MIB,
+    VLLM_SITE,
     Gpus,
     Supervisord,
     alive,
@@ -156,6 +157,79 @@ def test_taken_port_and_missing_model(tmp_path: Path, model_dir: ModelDir, vllm_
     assert "OSError: [Errno 98] Address already in use" in log_of(tmp_path)
     assert vllm_serve(tmp_path / "nowhere", "--port", str(free_port())).wait(timeout=10) == 1
     assert "HFValidationError: Repo id must be" in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "status", "words"),
+    [
+        ("startup", "exit0", 0, "non-default args"),
+        ("startup", "port", 1, "OSError: [Errno 98] Address already in use"),
+        ("startup", "bad_model", 1, "does not appear to have a file named config.json"),
+        ("startup", "shm_full", 1, "RuntimeError: Insufficient space in /dev/shm"),
+        ("loading", "host_alloc", 1, "DefaultCPUAllocator: can't allocate memory"),
+        ("loading", "sigkill_engine", 1, "Failed core proc(s): {'EngineCore': -9}"),
+        ("loading", "sigkill_self", -9, "Starting to load model"),
+        ("profile", "illegal_memory_access", 1, "an illegal memory access was encountered"),
+        ("kv_cache", "sigkill_worker", 1, "RuntimeError: cancelled"),
+        ("graph", "out_of_memory", 1, "torch.AcceleratorError: CUDA error: out of memory"),
+        ("first_completion", "engine_exception", 0, "EngineCore encountered a fatal error."),
+        ("first_completion", "segv", 0, "died unexpectedly"),
+        ("first_completion", "sigkill_engine", 0, "engine core exited unexpectedly"),
+        ("first_completion", "sigkill_group", -9, "Application startup complete."),
+        ("after_seconds", "sigkill_worker", 0, "died unexpectedly"),
+    ],
+)
+def test_fault(
+    where: str, what: str, status: int, words: str, tmp_path: Path, model_dir: ModelDir, vllm_serve: Serve
+) -> None:
+    port, fault = free_port(), {"where": where, "what": what, "after_seconds": 0.2}
+    process = vllm_serve(model_dir(fault=fault), "--port", str(port))
+    if where == "first_completion":
+        wait_until(served(port), 20, "/health")
+        assert chat(port)[0] in (0, 500)
+    assert process.wait(timeout=20) == status
+    assert words in log_of(tmp_path)
+
+
+def test_hung_completion_can_still_be_stopped(model_dir: ModelDir, vllm_serve: Serve) -> None:
+    port = free_port()
+    process = vllm_serve(model_dir(fault={"where": "first_completion", "what": "hang"}), "--port", str(port))
+    wait_until(served(port), 20, "/health")
+    assert chat(port, timeout_sec=1)[0] == 0
+    assert http(f"http://127.0.0.1:{port}/health")[0] == 200  # a hung engine looks healthy
+    process.terminate()
+    assert process.wait(timeout=10) == 0
+    assert not group_members(process.pid)
+
+
+def test_tensor_parallel_workers_hold_a_device_each(gpus: Gpus, model_dir: ModelDir, vllm_serve: Serve) -> None:
+    gpus.provide(count=3, total_bytes=24 * GIB)
+    port, environment = free_port(), {"CUDA_VISIBLE_DEVICES": "2,0"}
+    model = model_dir(weights_bytes=30 * GIB)
+    process = vllm_serve(model, "--port", str(port), "-tp", "2", environment=environment)
+    wait_until(served(port), 20, "/health")
+    assert [len(gpus.holders(index)) for index in range(3)] == [1, 0, 1]
+    names = {member.name() for member in group_members(process.pid)}
+    assert {"VLLM::Worker_TP", "VLLM::Worker_TP0"} & names
+    (holder,) = gpus.holders(2)
+    os.kill(holder, signal.SIGKILL)
+    assert process.wait(timeout=10) == 0
+    assert not group_members(process.pid)
+
+
+def test_module_form(gpus: Gpus, model_dir: ModelDir) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    process = subprocess.Popen(
+        [*command, "--model", str(model_dir()), "--port", str(port)],
+        env=os.environ | gpus.environment | {"PYTHONPATH": str(VLLM_SITE)},
+        start_new_session=True,
+    )
+    try:
+        wait_until(served(port), 20, "/health")
+    finally:
+        process.terminate()
+        assert process.wait(timeout=10) == 0
 
 
 def test_fault_strikes_so_many_times(tmp_path: Path, model_dir: ModelDir, vllm_serve: Serve) -> None:

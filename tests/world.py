@@ -30,6 +30,8 @@ __all__ = ["GIB", "MIB"]
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
+#: In PYTHONPATH: `python -m vllm.entrypoints.openai.api_server --model DIR` is the stand-in.
+VLLM_SITE = TESTS / "standin" / "site"
 T = TypeVar("T")
 
 
@@ -78,8 +80,12 @@ class Gpus:
 
     def __init__(self, directory: Path, library: Path, *, count: int = 1, total_bytes: int = 80 * GIB) -> None:
         self.directory = directory
-        self.devices = [gpu.create(directory, index=index, total_bytes=total_bytes) for index in range(count)]
+        self.provide(count=count, total_bytes=total_bytes)
         self.environment = {gpu.DIRECTORY_VARIABLE: str(directory), "LD_LIBRARY_PATH": str(library)}
+
+    def provide(self, *, count: int = 1, total_bytes: int = 80 * GIB) -> None:
+        """So many devices of such a size, from now on (more than before, or another size)."""
+        self.devices = [gpu.create(self.directory, index=index, total_bytes=total_bytes) for index in range(count)]
 
     def free_bytes(self, index: int = 0) -> int:
         return self.devices[index].free_bytes
@@ -112,6 +118,7 @@ def model_dir(directory: Path, name: str = "model", *, chat_template: bool = Tru
     model = directory / name
     model.mkdir(parents=True, exist_ok=True)
     longest = figures.get("max_position_embeddings", 32768)
+    (model / "model.safetensors").write_bytes(b"\x02" + b"\0" * 7 + b"{}")
     config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": longest}
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").write_text("{}")

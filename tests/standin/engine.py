@@ -37,6 +37,9 @@ class EngineCore:
         self.api_server = api_server
         self.api_server_pid = api_server_pid
         self.log = Log("EngineCore")
+        self.workers: list[Channel] = []
+        self.worker_pids: list[int] = []
+        self.ended = False
 
     def start(self) -> None:
         args = self.args
@@ -53,31 +56,42 @@ class EngineCore:
             f"seed={args.seed}, served_model_name={args.served_name}, enable_prefix_caching=True",
         )
         begun = time.monotonic()
-        self._start_worker()
+        self._start_workers()
         self._initialize_kv_caches()
         self.log.info(
             "core.py:402",
             f"init engine (profile, create kv cache, warmup model) took {time.monotonic() - begun:.2f} s",
         )
 
-    def _start_worker(self) -> None:
-        death_pipe, self.death_pipe_of_worker = os.pipe()
+    def _start_workers(self) -> None:
+        death_pipe, self.death_pipe_of_workers = os.pipe()
         pids = Namespace(engine=os.getpid(), api_server=self.api_server_pid)
 
-        def body(channel: Channel) -> int:
-            os.close(self.death_pipe_of_worker)
-            return worker.run(channel, self.args, self.world, pids, death_pipe)
+        def start(rank: int) -> tuple[int, Channel]:
+            def body(channel: Channel) -> int:
+                os.close(self.death_pipe_of_workers)
+                return worker.run(channel, self.args, self.world, pids, death_pipe, rank)
 
-        self.worker_pid, self.worker = process.start(body, close=(self.api_server,))
+            return process.start(body, close=(self.api_server, *self.workers))
+
+        for rank in range(self.args.tensor_parallel_size):
+            pid, channel = start(rank)
+            self.worker_pids.append(pid)
+            self.workers.append(channel)
         os.close(death_pipe)
-        answer = self.worker.receive()
-        if answer is None or "failed" in answer:
-            self._end_worker()
+        answers = [channel.receive() for channel in self.workers]
+        if any(answer is None or "failed" in answer for answer in answers):
+            self.end_workers()
             raise Fatal(_BACKGROUND, ENGINE_INIT)
 
-    def _ask(self, method: str, *arguments: object) -> object:
-        self.worker.send({"method": method, "args": arguments})
-        answer = self.worker.receive()
+    def _ask(self, method: str, *arguments: object) -> list[object]:
+        """One answer a Worker. Raises WorkerGone, and Fatal with the first error."""
+        for channel in self.workers:
+            channel.send({"method": method, "args": arguments})
+        return [self._result(channel, method) for channel in self.workers]
+
+    def _result(self, channel: Channel, method: str) -> object:
+        answer = channel.receive()
         if answer is None:
             raise WorkerGone
         if "error" in answer:
@@ -88,7 +102,7 @@ class EngineCore:
             )
         return answer["result"]
 
-    def _ask_at_start(self, method: str, *arguments: object) -> object:
+    def _ask_at_start(self, method: str, *arguments: object) -> list[object]:
         try:
             return self._ask(method, *arguments)
         except WorkerGone:
@@ -96,7 +110,7 @@ class EngineCore:
             raise Fatal("RuntimeError: cancelled", ENGINE_WORKER_GONE[method]) from None
 
     def _initialize_kv_caches(self) -> None:
-        available = int(str(self._ask_at_start("determine_available_memory")))
+        available = min(int(str(found)) for found in self._ask_at_start("determine_available_memory"))
         per_token = self.world.kv_bytes_per_token // self.args.tensor_parallel_size
         if self.args.kv_cache_dtype.startswith("fp8"):
             per_token //= 2
@@ -131,11 +145,12 @@ class EngineCore:
     # ── serving ──
     def serve(self) -> None:
         """Until the Worker is gone or fails, or we're told to end. A dead API server is no reason (vLLM 0.32)."""
-        self.worker.send({"method": "serving"})
-        watched: list[Channel] = [self.worker, self.api_server]
+        for channel in self.workers:
+            channel.send({"method": "serving"})
+        watched: list[Channel] = [*self.workers, self.api_server]
         while True:
             ready, _, _ = select.select(watched, [], [])
-            if self.worker in ready and self.worker.receive() is None:
+            if any(channel in ready and channel.receive() is None for channel in self.workers):
                 self._executor_failed()
             if self.api_server not in ready:
                 continue
@@ -147,7 +162,23 @@ class EngineCore:
                 self._ask(str(request["method"]), *request.get("args", ()))  # type: ignore[misc]
             except WorkerGone:
                 self._executor_failed()
+            except Fatal:
+                self._dump_input()
+                raise
             self.api_server.send({"answer": request["id"]})
+
+    def _dump_input(self) -> None:
+        """vLLM 0.32 logging_utils/dump_input.py: token ids of whoever was served, no text."""
+        self.log.error("dump_input.py:72", f"Dumping input data for V1 LLM engine (v{log.VERSION}) with config: ...,")
+        self.log.error(
+            "dump_input.py:79",
+            "Dumping scheduler output for model execution: SchedulerOutput(scheduled_new_reqs=[NewRequestData("
+            "req_id=chatcmpl-1,prompt_token_ids_len=24,mm_features=[])], num_scheduled_tokens={chatcmpl-1: 24}, "
+            "total_num_scheduled_tokens=24)",
+        )
+
+    def _dead_rank(self) -> int:
+        return next((rank for rank, pid in enumerate(self.worker_pids) if process.reap(pid, 0) is not None), 0)
 
     def _executor_failed(self) -> None:
         self._say_worker_gone()
@@ -156,16 +187,22 @@ class EngineCore:
     def _say_worker_gone(self) -> None:
         self.log.error(
             "multiproc_executor.py:315",
-            "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor.",
+            f"Worker proc VllmWorker-{self._dead_rank()} died unexpectedly (exit code: None), shutting down executor.",
         )
-        self._end_worker()
+        self.end_workers()
 
-    def _end_worker(self) -> None:
-        self.log.info("multiproc_executor.py:479", "[shutdown] Executor: waiting for worker exit count=1")
-        os.close(self.death_pipe_of_worker)
-        if process.reap(self.worker_pid, 1.0) is None:
-            process.kill(self.worker_pid)
-            process.reap(self.worker_pid, 5.0)
+    def end_workers(self) -> None:
+        """Once: the pipe whose end the Workers wait for is closed, and who doesn't notice is killed."""
+        if self.ended:
+            return
+        self.ended = True
+        count = len(self.worker_pids)
+        self.log.info("multiproc_executor.py:479", f"[shutdown] Executor: waiting for worker exit count={count}")
+        os.close(self.death_pipe_of_workers)
+        for pid in self.worker_pids:
+            if process.reap(pid, 1.0) is None:
+                process.kill(pid)
+                process.reap(pid, 5.0)
         self.log.info("multiproc_executor.py:486", "[shutdown] Executor: all workers exited gracefully")
 
 
@@ -200,13 +237,12 @@ def run(channel: Channel, args: Namespace, world: Figures, api_server_pid: int) 
     where, title = "core.py:1510", "EngineCore failed to start."
     try:
         engine.start()
-        channel.send({"ready": True, "worker_pid": engine.worker_pid})
+        channel.send({"ready": True})
         where, title = "core.py:1512", "EngineCore encountered a fatal error."
         process.heed_sigterm(lambda number: _end(engine, number))
         engine.serve()
     except Fatal as failure:
-        if process.reap(engine.worker_pid, 0) is None:
-            engine._end_worker()
+        engine.end_workers()
         engine.log.exception(where, title, failure)
         channel.send({"dead": True})
         raw = Fatal(failure.text, PROCESS_HEAD + failure.frames)
@@ -220,5 +256,5 @@ def _end(engine: EngineCore, number: int) -> None:
     engine.log.info("core.py:1454", f"[shutdown] EngineCore: trigger received signal={name}")
     engine.log.info("core.py:1635", "[shutdown] EngineCore: start mode=abort timeout=0s")
     engine.log.info("core.py:1499", "[shutdown] EngineCore: exiting busy loop")
-    engine._end_worker()
+    engine.end_workers()
     os._exit(0)

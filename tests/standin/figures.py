@@ -38,7 +38,8 @@ class Figures:
     runtime_bytes_per_token: int = 0
     max_position_embeddings: int = 32768
     load_seconds: float = 0.1
-    health_seconds: float = 0.0
+    health_seconds: float = 0.0  # from the engine's being ready to the port's being open
+    completion_seconds: float = 0.0
     watchdog_seconds: float = 0.5  # vLLM's own is 5 (0.32 entrypoints/launchers/launcher.py watchdog_loop)
     touch_bytes_on_load: int = 0
     touch_bytes_on_completion: int = 0

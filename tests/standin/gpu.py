@@ -20,10 +20,10 @@ def start_time(pid: int) -> int:
     return 0 if fields[_STATE] in "ZX" else int(fields[_START_TIME])
 
 
-def visible_index() -> int:
-    """The first device of CUDA_VISIBLE_DEVICES, 0 without it."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    return int(first) if first.isdigit() else 0
+def visible_index(rank: int) -> int:
+    """The device that vLLM's rank uses: the rank-th of CUDA_VISIBLE_DEVICES, the rank itself without it."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return int(visible[rank]) if rank < len(visible) and visible[rank].isdigit() else rank
 
 
 class Device:
@@ -67,12 +67,12 @@ class Device:
 
 def create(directory: Path, *, index: int, total_bytes: int, name: str = "NVIDIA H100 80GB HBM3") -> Device:
     device = Device(directory / f"gpu{index}")
-    (device.path / "holders").mkdir(parents=True)
+    (device.path / "holders").mkdir(parents=True, exist_ok=True)
     (device.path / "total").write_text(str(total_bytes))
     (device.path / "name").write_text(name)
     (device.path / "uuid").write_text(f"GPU-5a4e0000-0000-4000-8000-{index:012d}")
     return device
 
 
-def own_device() -> Device:
-    return Device(Path(os.environ[DIRECTORY_VARIABLE]) / f"gpu{visible_index()}")
+def own_device(rank: int = 0) -> Device:
+    return Device(Path(os.environ[DIRECTORY_VARIABLE]) / f"gpu{visible_index(rank)}")

@@ -82,7 +82,6 @@ class ApiServer:
                 self.args.max_model_len = int(str(message["max_model_len"]))
                 self.kv_tokens = int(str(message["kv_tokens"]))
             if "ready" in message:
-                self.worker_pid = int(str(message["worker_pid"]))
                 return
 
     # ── serving ──

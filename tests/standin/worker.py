@@ -18,10 +18,10 @@ from .process import Channel, heed_sigterm, lose_sigterm, rename
 
 
 class Worker:
-    def __init__(self, args: Namespace, world: Figures, pids: Namespace) -> None:
-        self.args, self.world, self.pids = args, world, pids
-        self.log = Log("Worker")
-        self.device = gpu.own_device()
+    def __init__(self, args: Namespace, world: Figures, pids: Namespace, rank: int) -> None:
+        self.args, self.world, self.pids, self.rank = args, world, pids, rank
+        self.log = Log(process_name(args, rank))
+        self.device = gpu.own_device(rank)
         self.held = 0
         self.completions = 0
         self.touched: list[bytearray] = []
@@ -40,7 +40,7 @@ class Worker:
     def _oom_text(self, needed: int, free: int) -> str:
         others = {pid: held for pid, held in self.device.holders().items() if pid != os.getpid()}
         return log.out_of_memory(
-            device=0,
+            device=self.rank,
             tried=needed,
             total=self.device.total_bytes,
             free=free,
@@ -50,7 +50,7 @@ class Worker:
         )
 
     def _fault(self, where: str, phase: str) -> None:
-        for fault in self.world.faults:
+        for fault in self.world.faults if self.rank == 0 else ():
             if fault.where == where and figures.claim(Path(self.args.model), fault):
                 strike(fault, phase, self.pids)
 
@@ -64,8 +64,9 @@ class Worker:
         self.requested = math.ceil(total * util)
         if self.free_at_start < self.requested:
             raise Fatal(
-                f"ValueError: Free memory on device cuda:0 ({gib(self.free_at_start)}/{gib(total)} GiB) on startup is "
-                f"less than desired GPU memory utilization ({util}, {gib(self.requested)} GiB). Decrease GPU memory "
+                f"ValueError: Free memory on device cuda:{self.rank} ({gib(self.free_at_start)}/{gib(total)} GiB) on "
+                f"startup is less than desired GPU memory utilization ({util}, {gib(self.requested)} GiB). Decrease "
+                "GPU memory "
                 "utilization or reduce GPU memory used by other processes.",
                 WORKER["init_device"],
             )
@@ -226,7 +227,7 @@ class Worker:
         self.completions += 1
         if self.completions == 1:
             self._fault("first_completion", "execute_model")
-        for fault in self.world.faults:
+        for fault in self.world.faults if self.rank == 0 else ():
             if (
                 fault.where == "nth_completion"
                 and fault.completion == self.completions
@@ -234,6 +235,7 @@ class Worker:
             ):
                 strike(fault, "execute_model", self.pids)
         self._touch(self.world.touch_bytes_on_completion)
+        time.sleep(self.world.completion_seconds)
         # The caching allocator has given the profile run's peak back: a full batch needs it again, and what the
         # profile run didn't see on top.
         extra = self.world.runtime_peak_bytes + self.world.runtime_bytes_per_token * self.args.max_num_batched_tokens
@@ -250,10 +252,14 @@ class Worker:
             self.touched.append(block)
 
 
-def run(channel: Channel, args: Namespace, world: Figures, pids: Namespace, death_pipe: int) -> int:
-    rename("VLLM::Worker")
+def process_name(args: Namespace, rank: int) -> str:
+    return f"Worker_TP{rank}" if args.tensor_parallel_size > 1 else "Worker"
+
+
+def run(channel: Channel, args: Namespace, world: Figures, pids: Namespace, death_pipe: int, rank: int) -> int:
+    rename(f"VLLM::{process_name(args, rank)}")
     lose_sigterm()
-    worker = Worker(args, world, pids)
+    worker = Worker(args, world, pids, rank)
     threading.Thread(target=_exit_with_parent, args=(death_pipe, worker), daemon=True).start()
     try:
         worker.init_device()
