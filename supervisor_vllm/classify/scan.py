@@ -40,7 +40,8 @@ _GENERATING = re.compile(
 )
 _RETRYING = re.compile(r"retrying \d{1,3} of \d{1,3}|[Rr]etrying in \d")
 _SHM_FRAME = re.compile(r"shared_memory|shm_broadcast|/dev/shm|SharedMemory|shm_open|reductions\.py")
-_PINNED_FRAME = re.compile(r"pin_memory")
+_PINNED_FRAME = re.compile(r"pin_memory|allocate_cpu_cache|cudaHostAlloc")
+_LOADING_FRAME = re.compile(r"\bload_weights\b|\bweight_loader\b|safetensors")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Finding:
     executes: bool = False
     shm_frames: bool = False
     pinned_frames: bool = False
+    loading_frames: bool = False
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def _add_exception(
             name=name,
             message=message,
             echo=is_echo(name, message),
+            loading_frames=any(_LOADING_FRAME.search(text) for text in own),
         )
     )
     frames.pop(record.process, None)

@@ -6,8 +6,11 @@ cause in the log; a memory cgroup's counter; a requested shutdown; signals and e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from ..evidence.kernel_log import gpu_faults
 from ..evidence.log_records import Record, parse_records
 from ..evidence.startup_facts import measurements
 from ..evidence.vllm_log import pids_in_log
@@ -21,6 +24,8 @@ from .scan import Finding, Scan, memory_kind, memory_phase
 from .summary import summary_of
 
 _EVIDENCE_CHARS = 2000
+_DEVICE_WORDS = re.compile(r"CUDA|NCCL|NVML|cuda")
+_XID_PID = re.compile(r"\bpid='?(\d{1,10})\b")
 #: In these a neighbour's memory is what is missing; later phases are sized by what was free at the start.
 _STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
 _SPECIAL_PHASES = ("load_fail", "warm_sampler", "warm_sampler_cut")
@@ -52,8 +57,22 @@ def classify(incident: Incident) -> Verdict:
     )
     for step in steps:
         if verdict := step():
-            return _complete(verdict, incident, measured)
+            return _complete(_with_device_fault(verdict, incident, own_pids), incident, measured)
     return _complete(_unknown(incident, found), incident, measured)
+
+
+def _with_device_fault(verdict: Verdict, incident: Incident, own_pids: frozenset[int]) -> Verdict:
+    """A crash is the device's fault where the kernel says that the device broke in this life."""
+    if verdict.kind not in ("engine_crash", "gpu_unavailable", "killed"):
+        return verdict
+    about_device = any(_DEVICE_WORDS.search(evidence.text) for evidence in verdict.evidence)
+    for fault in gpu_faults(incident.kernel_log):
+        named = _XID_PID.search(fault)
+        own = named is not None and int(named[1]) in own_pids
+        if own or (about_device and named is None):
+            evidence = (Evidence("kernel-log", fault), *verdict.evidence)
+            return replace(verdict, kind="gpu_fault", confidence="proven" if own else "likely", evidence=evidence)
+    return verdict
 
 
 def _complete(verdict: Verdict, incident: Incident, measured: Numbers) -> Verdict:
@@ -262,9 +281,11 @@ def _engine_exception(incident: Incident, found: Scan, end: EndSignal | None) ->
     finding = next(_deciding_exceptions(incident, found, end), None)
     if finding is None:
         return None
-    words = f"{finding.name}: {finding.message}" if finding.message else finding.name
-    confidence: Confidence = "likely" if finding.echo else "proven"
-    return Verdict("engine_crash", confidence, words[:300], finding.phase, (log_evidence(finding.record.line),))
+    words = (f"{finding.name}: {finding.message}" if finding.message else finding.name)[:300]
+    evidence = (log_evidence(finding.record.line),)
+    if finding.loading_frames and finding.name in ("KeyError", "ValueError", "AssertionError"):
+        return Verdict("bad_model", "likely", words, "weights", evidence)  # names or shapes that don't fit the code
+    return Verdict("engine_crash", "likely" if finding.echo else "proven", words, finding.phase, evidence)
 
 
 def _deciding_exceptions(incident: Incident, found: Scan, end: EndSignal | None) -> Iterator[Finding]:

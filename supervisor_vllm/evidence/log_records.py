@@ -28,6 +28,8 @@ _FOREIGN = re.compile(
     r"|" + _ISO + r"\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
     r"|\s{0,4}\|?\s?\[" + _ISO + r"\] "
     r"|" + _LEVEL + " " + _ISO + r" \[[\w.: -]{1,80}\] "
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} (?=\()"
+    r"|(?:> ?){1,3}(?=\S)"
     r"|\[[\w.-]{1,32}\] (?=\(|" + _LEVEL + r"\b)"
     r"|\"(?=" + _LEVEL + r" )"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} \[\w{1,12}\] (?:\(Process\) )?"
@@ -35,7 +37,8 @@ _FOREIGN = re.compile(
     r"|\[rank\d+\]:\s?)"
 )
 # `(EngineCore_DP0 pid=68) `, nested `(EngineCore_0 pid=5) (VllmWorker TP0 pid=9) `, `(RayWorkerWrapper pid=7, ip=…) `
-_PROCESS = re.compile(r"\(([A-Za-z][^()]{0,80}?)\s?\bpid=(\d{1,10})(,[^()]{0,80})?\)\s?")
+# (Ray: `(MapWorker(MapBatches(x)) pid=7) `)
+_PROCESS = re.compile(r"\(([A-Za-z].{0,80}?)\s?\bpid=(\d{1,10})(,[^()]{0,80})?\)\s?")
 _HEADER = re.compile(
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)? "
     r"\[?([\w./-]{1,200}):\d{1,6}\] ?"
