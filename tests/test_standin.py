@@ -32,13 +32,14 @@ Serve = Callable[..., subprocess.Popen[bytes]]
 ModelDir = Callable[..., Path]
 
 #: How each memory kind is brought about on 80 GiB: figures, arguments, neighbour's bytes, words in the log.
-MEMORY_DEATHS = {
+MEMORY_DEATHS: dict[str, tuple[dict[str, int], list[str], int, str]] = {
     "gpu_neighbour": ({}, [], 30 * GIB, "Free memory on device cuda:0 (50.0/80.0 GiB) on startup is less than desired"),
     "gpu_weights": ({"weights_bytes": 90 * GIB}, [], 0, "Failed to load model - not enough GPU memory"),
     "gpu_profile": ({"activation_bytes_per_token": 10 * MIB}, [], 0, "in profile_run"),
     "gpu_warmup": ({"sampler_bytes_per_seq": 300 * MIB}, [], 0, "when warming up sampler with 256 dummy requests"),
     "gpu_kv_none": ({"weights_bytes": 74 * GIB}, [], 0, "No available memory for the cache blocks"),
     "gpu_kv_small": ({"kv_bytes_per_token": 4 * MIB}, [], 0, "the estimated maximum model length is 14608"),
+    "gpu_kv_alloc": ({}, ["--kv-cache-memory-bytes", "70G"], 0, "in initialize_kv_cache_tensors"),
     "gpu_graph": ({"graph_bytes": 9 * GIB, "graph_estimate_bytes": MIB}, [], 0, "in capture_model"),
 }
 
@@ -230,6 +231,16 @@ def test_module_form(gpus: Gpus, model_dir: ModelDir) -> None:
     finally:
         process.terminate()
         assert process.wait(timeout=10) == 0
+
+
+def test_completion_takes_real_host_memory(model_dir: ModelDir, vllm_serve: Serve) -> None:
+    port = free_port()
+    process = vllm_serve(model_dir(touch_bytes_on_completion=100 * MIB), "--port", str(port))
+    wait_until(served(port), 20, "/health")
+    (worker,) = (member for member in group_members(process.pid) if member.name().startswith("VLLM::Worker"))
+    before = worker.memory_info().rss
+    assert chat(port)[0] == 200
+    assert worker.memory_info().rss - before > 90 * MIB
 
 
 def test_fault_strikes_so_many_times(tmp_path: Path, model_dir: ModelDir, vllm_serve: Serve) -> None:

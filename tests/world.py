@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import psutil
 from standin import gpu
-from standin.figures import FILE_NAME, GIB, MIB
+from standin.figures import FILE_NAME
+from standin.figures import GIB as GIB
+from standin.figures import MIB as MIB
 from supervisor.xmlrpc import SupervisorTransport
-
-__all__ = ["GIB", "MIB"]
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent

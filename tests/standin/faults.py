@@ -15,10 +15,10 @@ from .process import kill
 _CUDA_NOTE = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
     "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
-    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
 )
 
-_TEXTS = {
+TEXTS = {
     "engine_exception": "RuntimeError: shape '[1, 4096]' is invalid for input of size 4095",
     "illegal_memory_access": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
     + _CUDA_NOTE,
@@ -32,8 +32,8 @@ _TEXTS = {
 
 def strike(fault: Fault, phase: str, pids: Namespace) -> None:
     """Suffer the fault in the Worker. `pids` has api_server and engine."""
-    if fault.what in _TEXTS:
-        raise Fatal(_TEXTS[fault.what].rstrip("\n"), WORKER[phase])
+    if fault.what in TEXTS:
+        raise Fatal(TEXTS[fault.what], WORKER[phase])
     if fault.what == "hang":
         while True:
             time.sleep(3600)

@@ -87,7 +87,7 @@ def out_of_memory(
     *, device: int, tried: int, total: int, free: int, own: int, pytorch: int, others: dict[int, int]
 ) -> str:
     """The sentence of torch 2.13's CUDACachingAllocator."""
-    processes = "".join(f"Process {pid} has {torch_size(held)} memory in use. " for pid, held in others.items())
+    processes = "".join(f"Process {pid} has {torch_size(held)} memory in use. " for pid, held in others.items() if held)
     return (
         f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {torch_size(tried)}. GPU {device} has a total "
         f"capacity of {torch_size(total)} of which {torch_size(free)} is free. {processes}Including "

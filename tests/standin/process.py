@@ -52,7 +52,8 @@ class Channel:
                 return None
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+        message: dict[str, object] = json.loads(line)
+        return message
 
 
 def start(body: Callable[[Channel], int], close: tuple[socket.socket | Channel, ...] = ()) -> tuple[int, Channel]:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from . import figures, gpu, log
-from .faults import strike
+from .faults import TEXTS, strike
 from .figures import GIB, Figures
 from .frames import WORKER
 from .log import Fatal, Log, gib
@@ -23,6 +23,8 @@ class Worker:
         self.log = Log(process_name(args, rank))
         self.device = gpu.own_device(rank)
         self.held = 0
+        self.free_at_start = self.requested = self.consumed = 0
+        self.peak = self.graphs = self.graph_estimate = self.kv_bytes = 0
         self.completions = 0
         self.touched: list[bytearray] = []
 
@@ -57,7 +59,9 @@ class Worker:
     # ── phases, in vLLM's order ──
     def init_device(self) -> None:
         self._fault("startup", "init_device")
-        self._require(self.world.context_bytes, "init_device")
+        if self.world.context_bytes > self.device.free_bytes:
+            # no context yet: the driver's words, not torch's
+            raise Fatal(TEXTS["out_of_memory"], WORKER["init_device"][:-2])
         self._hold(self.world.context_bytes)
         total, util = self.device.total_bytes, self.args.gpu_memory_utilization
         self.free_at_start = self.device.free_bytes
