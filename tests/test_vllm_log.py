@@ -7,6 +7,8 @@ import pytest
 
 from supervisor_vllm.errors import UserError
 from supervisor_vllm.evidence import vllm_log
+from supervisor_vllm.evidence.log_records import parse_records
+from supervisor_vllm.evidence.startup_facts import measurements
 from supervisor_vllm.evidence.vllm_log import (
     mark_end,
     pids_in_log,
@@ -246,3 +248,20 @@ def test_a_users_words_are_no_facts() -> None:
 @pytest.mark.parametrize("name", ["healthy", "sigterm", "memcg"])
 def test_version(name: str) -> None:
     assert vllm_version(read_file(str(REAL / f"{name}.log"))) == "0.32.0"
+
+
+def test_what_vllm_measured() -> None:
+    lines = lines_of(
+        "(EngineCore_DP0 pid=7) INFO 05-01 12:00:00 [gpu_worker.py:359] Available KV cache memory: -3.21 GiB",
+        "(EngineCore_DP0 pid=7) INFO 05-01 12:00:00 [gpu_worker.py:391] Free memory on device (78.2/79.1 GiB) on "
+        "startup. Desired GPU memory utilization is (0.9, 71.19 GiB). Actual usage is 14.25 GiB for weight, 5.50 GiB for peak "
+        "activation, 0.25 GiB for non-torch memory, and 0.50 GiB for CUDAGraph memory. Replace gpu_memory_utilization "
+        "config with `--kv-cache-memory=1` to fit into requested memory",
+    )
+    assert measurements(parse_records(lines)) == {
+        "kv_available_bytes": round(-3.21 * 2**30),
+        "weights_bytes": round(14.25 * 2**30),
+        "activation_bytes": round(5.5 * 2**30),
+        "non_torch_bytes": 2**28,
+        "graph_bytes": 2**29,
+    }

@@ -115,7 +115,8 @@ _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
 _MODEL_INIT = re.compile(r"/models/\w{1,60}\.py$")
 # Runs in the profile run, in warm-up and while serving: says something only where nothing else does.
 _FORWARD = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b|embed_multimodal|get_multimodal_embeddings|forward")
-_EXECUTE = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b")
+# The sampler's warm-up has vLLM's own sentence (0.8.0 on), so that a sampler without it samples for requests.
+_EXECUTE = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b|topk_topp_sampler|apply_top_k_top_p|logits\.sort\(")
 
 
 def proven_phase(body: str) -> str | None:

@@ -18,6 +18,7 @@ from .wording import (
     is_death,
     is_echo,
     is_fatal,
+    is_shell_kill,
     is_soft_stop,
     is_start_failure,
     is_stop,
@@ -183,7 +184,7 @@ def _note_markers(result: Scan, index: int, record: Record) -> None:
             if signal != 15:  # vLLM's own cleaning up
                 result.deaths.append(Marker(index, record.line, signal))
             break
-    if record.level is None and body.strip() == "Killed":
+    if record.level is None and is_shell_kill(body):
         result.bare_killed = record.line
 
 

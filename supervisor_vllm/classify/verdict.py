@@ -258,6 +258,8 @@ def _shut_down(incident: Incident, found: Scan, end: EndSignal | None) -> Verdic
 
 def _killed_child(found: Scan) -> Verdict | None:
     """A process of the tree is gone without a word: its signal where vLLM prints one, else a kill."""
+    if not found.deaths and found.bare_killed and not found.exceptions:
+        return Verdict("killed", "likely", "its shell says so", evidence=(log_evidence(found.bare_killed),))
     if not found.deaths or _has_exception(found, before=found.deaths[0].index):
         return None
     marker = next((death for death in found.deaths if death.signal), found.deaths[0])

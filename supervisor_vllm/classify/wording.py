@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+# Besides exceptions, what may be an error though it is indented: C++, pydantic, exception groups, kubectl describe.
+_INDENTED_ERRORS = ("what():", "Value error, ", "| ", "Reason:", "reason:")
+
 _EXCEPTION_HEAD = re.compile(r"[A-Za-z_][\w.]{0,120}(?:\([\w.]{0,80}\))?")
 _EXCEPTION_WORDS = ("Error", "Exception", "Interrupt", "Exit", "Timeout", "OutOfResources", "Failure", "NotFound")
 
@@ -112,6 +115,8 @@ _SERVING = re.compile(
 )
 _METHOD = re.compile(r"(?:Error executing method |Exception in worker \w{1,60} while processing method )")
 
+_SHELL_KILL = re.compile(r"Killed|(?:[\w./-]{1,120}: line \d{1,6}: )?\d{1,10} Killed .{0,400}|z?sh: killed .{0,400}")
+
 # Somebody asked for the end: vLLM's and uvicorn's words (0.18 on: "[shutdown]").
 _STOP = re.compile(
     r"(?:\[shutdown\] API server: shutdown triggered|\[shutdown\] EngineCore: trigger received signal=SIG(?:TERM|INT)"
@@ -147,7 +152,7 @@ def readings(body: str) -> Iterator[str]:
     """The body, and what is left of it without the exception's class and other lead-ins: an error begins at one."""
     if body[:1].isspace():
         body = body.strip()
-        if not (exception_head(body) and ": " in body) and not body.startswith(("what():", "Value error, ", "| ")):
+        if not (exception_head(body) and ": " in body) and not body.startswith(_INDENTED_ERRORS):
             return  # a traceback's source line: its words are the code's, not the error's
     text = body.removeprefix("| ").strip()
     for _ in range(6):
@@ -197,6 +202,11 @@ def proves_serving(body: str) -> bool:
 
 def is_fatal(body: str) -> bool:
     return bool(_FATAL.match(body)) or bool((head := exception_head(body)) and (_FATAL.match(head[1])))
+
+
+def is_shell_kill(body: str) -> bool:
+    """The shell's word for a child that got SIGKILL; it doesn't know from whom."""
+    return bool(_SHELL_KILL.fullmatch(body.strip()))
 
 
 def is_stop(body: str) -> bool:

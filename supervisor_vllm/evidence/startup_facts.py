@@ -40,6 +40,14 @@ _V0_PROFILE = re.compile(
     r"PyTorch activation peak memory takes (-?\d{1,9}\.\d{1,9})Gi?B; "
     r"the rest of the memory reserved for KV Cache is (-?\d{1,9}\.\d{1,9})Gi?B"
 )
+# gpu_worker.py after the capture, 0.10.2 on ("for weight" and "for non-torch memory" became one sum later)
+_ACTUAL_USAGE = re.compile(r"Free memory on device .{1,200}Actual usage is ")
+_ACTUAL_PARTS = (
+    ("weights_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for weight,")),
+    ("activation_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for peak activation")),
+    ("non_torch_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for non-torch memory")),
+    ("graph_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for CUDAGraph memory")),
+)
 # cpu_worker.py, 0.20 on
 _CPU_BUDGET = re.compile(
     r"Auto set \((\d{1,9}(?:\.\d{1,9})?)/(\d{1,9}(?:\.\d{1,9})?)\) GiB for KV cache on node \d+, with "
@@ -156,6 +164,10 @@ def _note_measurement(body: str, found: Numbers) -> None:
         found["kv_available_bytes"] = gib_to_bytes(match[1])
         found["total_bytes"] = gib_to_bytes(match[2])
         found["requested_bytes"] = gib_to_bytes(match[3])
+    elif "Actual usage" in body and _ACTUAL_USAGE.match(body):
+        for name, part in _ACTUAL_PARTS:
+            if match := part.search(body):
+                _keep(found, name, match[1], max)
     if "model weights take" in body and (match := _V0_PROFILE.search(body)):
         _keep(found, "weights_bytes", match[1], max)
         _keep(found, "non_torch_bytes", match[2], max)
