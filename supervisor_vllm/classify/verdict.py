@@ -194,8 +194,8 @@ def _device_memory(incident: Incident, found: Scan, finding: Finding, own_pids: 
             numbers |= numbers_of(special.match)
     elif finding.pinned_frames and finding.signature and finding.signature.name == "driver_oom":
         kind, confidence = "host_alloc", "likely"
-    elif phase and phase == finding.frames_phase and phase != finding.phase:
-        confidence = "likely"
+    elif phase and phase != "runtime" and finding.phase in (None, "startup"):
+        confidence = "likely"  # from frames alone: the log's start is missing
     holders = torch_holders(text, incident, own_pids) + device_holders(incident, own_pids, numbers.get("device"))
     if holders:
         numbers["holders"] = _unique(holders)
