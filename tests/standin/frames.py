@@ -44,7 +44,7 @@ _PROFILE = _frames(
     ),
 )
 _FORWARD = _frames(
-    ("torch/nn/modules/module.py", 1779, "_call_impl", "return forward_call(*args, **kwargs)"),
+    ("torch/nn/modules/module.py", 1789, "_call_impl", "return forward_call(*args, **kwargs)"),
     (_QWEN, 507, "forward", "hidden_states = self.model("),
     (_QWEN, 310, "forward", "hidden_states = self.mlp(hidden_states)"),
     (_QWEN, 112, "forward", "gate_up, _ = self.gate_up_proj(x)"),
@@ -54,21 +54,21 @@ _FORWARD = _frames(
 WORKER = {
     "init_device": _WORKER_START
     + _frames(
-        (_EXECUTOR, 676, "__init__", "self.worker.init_device()"),
+        (_EXECUTOR, 679, "__init__", "self.worker.init_device()"),
         ("vllm/v1/worker/worker_base.py", 350, "init_device", "self.worker.init_device()  # type: ignore"),
         (_GPU_WORKER, 535, "init_device", "self.requested_memory = request_memory("),
-        ("vllm/v1/worker/utils.py", 760, "request_memory", "raise ValueError("),
+        ("vllm/v1/worker/utils.py", 762, "request_memory", "raise ValueError("),
     ),
     "load_model": _WORKER_START
     + _frames(
-        (_EXECUTOR, 684, "__init__", "self.worker.load_model()"),
+        (_EXECUTOR, 687, "__init__", "self.worker.load_model()"),
         (_GPU_WORKER, 594, "load_model", "self.model_runner.load_model(load_dummy_weights=load_dummy_weights)"),
         (_RUNNER, 5148, "load_model", "raise e"),
         (_RUNNER, 5057, "load_model", "self.model = model or model_loader.load_model("),
         ("vllm/model_executor/model_loader/base_loader.py", 53, "load_model", "model = initialize_model("),
         (_LINEAR, 519, "__init__", "self.quant_method.create_weights("),
         (_LINEAR, 193, "create_weights", "data=torch.empty("),
-        ("torch/utils/_device.py", 109, "__torch_function__", "return func(*args, **kwargs)"),
+        ("torch/utils/_device.py", 122, "__torch_function__", "return func(*args, **kwargs)"),
     ),
     "profile_run": _WORKER_CALL
     + _PROFILE
@@ -104,7 +104,7 @@ WORKER = {
         (_RUNNER, 6679, "_capture_cudagraphs", "self._warmup_and_capture("),
         (_RUNNER, 6624, "_warmup_and_capture", "self._dummy_run("),
         (_RUNNER, 5843, "_dummy_run", "outputs = self.model("),
-        ("vllm/compilation/cuda_graph.py", 318, "__call__", "output = self.runnable(*args, **kwargs)"),
+        ("vllm/compilation/cuda_graph.py", 320, "__call__", "output = self.runnable(*args, **kwargs)"),
     ),
     "execute_model": _WORKER_CALL
     + _frames(
@@ -217,7 +217,7 @@ ENGINE_INIT = _ENGINE_START + _frames(
     (_EXECUTOR, 815, "wait_for_ready", "raise e from None"),
 )
 ENGINE_KV_CHECK = _KV_CACHES + _frames(
-    (_CORE, 330, "_initialize_kv_caches", "kv_cache_configs = get_kv_cache_configs("),
+    (_CORE, 326, "_initialize_kv_caches", "kv_cache_configs = get_kv_cache_configs("),
     ("vllm/v1/core/kv_cache_utils.py", 1132, "get_kv_cache_configs", "_check_enough_kv_cache_memory("),
     ("vllm/v1/core/kv_cache_utils.py", 1010, "_check_enough_kv_cache_memory", "raise ValueError("),
 )
@@ -264,8 +264,8 @@ API_PORT = API_MAIN + _frames(
 )
 API_CONFIG = API_MAIN + _frames(
     (_ENTRY, 177, "run_server", "await run_server_worker(listen_address, sock, args, **uvicorn_kwargs)"),
-    ("vllm/engine/arg_utils.py", 1817, "create_engine_config", "model_config = self.create_model_config()"),
-    ("vllm/engine/arg_utils.py", 1588, "create_model_config", "return ModelConfig("),
+    ("vllm/engine/arg_utils.py", 2240, "create_engine_config", "model_config = self.create_model_config()"),
+    ("vllm/engine/arg_utils.py", 1955, "create_model_config", "return ModelConfig("),
     (
         "pydantic/_internal/_dataclasses.py",
         121,

@@ -307,7 +307,7 @@ def _serve(args: Namespace) -> int:
     server.log.info("model.py:733", "Resolved architecture: Qwen2ForCausalLM")
     server.log.info("model.py:2152", f"Using max model len {args.max_model_len}")
     server.log.info(
-        "scheduler.py:246", f"Chunked prefill is enabled with max_num_batched_tokens={args.max_num_batched_tokens}."
+        "scheduler.py:307", f"Chunked prefill is enabled with max_num_batched_tokens={args.max_num_batched_tokens}."
     )
     if args.enforce_eager:
         server.log.warning(

@@ -192,7 +192,7 @@ class Worker:
     def compile_or_warm_up_model(self) -> None:
         if self.args.enforce_eager:
             return
-        self.log.info("gpu_model_runner.py:6532", "Rank 0: Torch profiler disabled for CUDA graph capture")
+        self.log.info("gpu_model_runner.py:6535", "Rank 0: Torch profiler disabled for CUDA graph capture")
         begun = time.monotonic()
         log.err("\rCapturing CUDA graphs (mixed prefill-decode, PIECEWISE):   0%|          | 0/51 [00:00<?, ?it/s]")
         self._fault("graph", "capture_model")
