@@ -254,9 +254,9 @@ def test_what_vllm_measured() -> None:
     lines = lines_of(
         "(EngineCore_DP0 pid=7) INFO 05-01 12:00:00 [gpu_worker.py:359] Available KV cache memory: -3.21 GiB",
         "(EngineCore_DP0 pid=7) INFO 05-01 12:00:00 [gpu_worker.py:391] Free memory on device (78.2/79.1 GiB) on "
-        "startup. Desired GPU memory utilization is (0.9, 71.19 GiB). Actual usage is 14.25 GiB for weight, 5.50 GiB for "
-        "peak activation, 0.25 GiB for non-torch memory, and 0.50 GiB for CUDAGraph memory. Replace gpu_memory_utilization "
-        "config with `--kv-cache-memory=1` to fit into requested memory",
+        "startup. Desired GPU memory utilization is (0.9, 71.19 GiB). Actual usage is 14.25 GiB for weight, 5.50 GiB "
+        "for peak activation, 0.25 GiB for non-torch memory, and 0.50 GiB for CUDAGraph memory. Replace "
+        "gpu_memory_utilization config with `--kv-cache-memory=1` to fit into requested memory",
     )
     assert measurements(parse_records(lines)) == {
         "kv_available_bytes": round(-3.21 * 2**30),
