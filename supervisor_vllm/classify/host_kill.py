@@ -13,6 +13,8 @@ from ..incident import Evidence, Incident, Numbers
 
 # What vLLM's processes are called: titles since 0.10.1 (cut to 15 bytes), the interpreter before.
 _VLLM_NAME = re.compile(r"VLLM::|vllm|python|pt_main_thread|ray::|EngineCore|VllmWorker")
+# What builds its kernels at the start: FlashInfer, DeepGEMM, Triton (#54237).
+_COMPILER_NAME = re.compile(r"cicc|ptxas|nvcc|cudafe\+\+|cc1plus|ninja|nvlink|fatbinary")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ def kill_proof(incident: Incident, own_pids: frozenset[int]) -> KillProof | None
         return KillProof((Evidence("kernel-log", own.text),), _limit(incident), True, True, own.name)
     if counted := _counted(incident, kills):
         return KillProof((counted,), _limit(incident), True, False, "")
-    if not own_pids and (named := next((kill for kill in kills if _VLLM_NAME.match(kill.name)), None)):
+    named = next((kill for kill in kills if not own_pids and _VLLM_NAME.match(kill.name)), None)
+    named = named or next((kill for kill in kills if _COMPILER_NAME.fullmatch(kill.name)), None)
+    if named:
         return KillProof((Evidence("kernel-log", named.text),), _limit(incident), False, True, named.name)
     return None
 

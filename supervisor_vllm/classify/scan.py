@@ -18,6 +18,7 @@ from .wording import (
     is_death,
     is_echo,
     is_fatal,
+    is_flat_traceback,
     is_shell_kill,
     is_soft_stop,
     is_start_failure,
@@ -116,6 +117,8 @@ def scan(records: Iterable[Record]) -> Scan:
             continue
         if record.body.startswith("Traceback (most recent call last)"):
             frames[record.process] = [text for text in frames.get(record.process, ())[-1:] if method_context(text)]
+            if is_flat_traceback(record.body):
+                _add_frame(frames, record.process, record.body)
         elif method_context(record.body):
             _add_frame(frames, record.process, record.body)
         elif location := frame(record.body):
@@ -129,7 +132,7 @@ def scan(records: Iterable[Record]) -> Scan:
 
 def _add_frame(frames: dict[str, list[str]], process: str, text: str) -> None:
     found = frames.setdefault(process, [])
-    found.append(text[:400])
+    found.append(text)
     if len(found) > _MAX_FRAMES:
         del found[0]
 
@@ -219,7 +222,7 @@ def _match_inside(record: Record, texts: tuple[str, ...]) -> tuple[Signature, re
     """The words somewhere in an error record or exception line, unless they may be a user's own."""
     if not texts or may_be_users_text(record.body):
         return None
-    if record.level is None and exception_head(texts[0]) is None:
+    if record.level is None and exception_head(texts[0]) is None and not is_flat_traceback(texts[0]):
         return None
     for signature in _CAUSES:
         if signature.anywhere and (match := signature.pattern.search(texts[0])):

@@ -44,8 +44,8 @@ def classify(incident: Incident) -> Verdict:
     steps: tuple[Callable[[], Verdict | None], ...] = (
         lambda: _stop_requested(incident, found),
         lambda: _kernel_kill(proof),
-        lambda: _root_cause(incident, found, own_pids),
-        lambda: _counted_kill(proof, found, end),
+        lambda: _root_cause(incident, found, own_pids, proof),
+        lambda: _counted_kill(incident, proof, found, end, own_pids),
         lambda: _shut_down(incident, found, end),
         lambda: _killed_child(found),
         lambda: _engine_exception(incident, found, end),
@@ -113,19 +113,22 @@ def _kernel_kill(proof: KillProof | None) -> Verdict | None:
     return Verdict("host_oom_kill", "proven", proof.process, evidence=proof.evidence, numbers=proof.numbers)
 
 
-def _counted_kill(proof: KillProof | None, found: Scan, end: EndSignal | None) -> Verdict | None:
+def _counted_kill(
+    incident: Incident, proof: KillProof | None, found: Scan, end: EndSignal | None, own_pids: frozenset[int]
+) -> Verdict | None:
     """The cgroup's counter, or a kernel record where no pid is known: only beside an end that fits."""
     if proof is None:
         return None
     deaths = tuple(log_evidence(marker.line) for marker in found.deaths[:1])
     if proof.certain:
         return Verdict("host_oom_kill", "proven", "", evidence=(*proof.evidence, *deaths), numbers=proof.numbers)
-    if not found.deaths and not (end and end.number == 9):
+    ended_badly = bool(found.deaths or found.fatals or end or _ends_badly(incident))
+    if not ended_badly or own_pids:
         return None
     return Verdict("host_oom_kill", "likely", proof.process, evidence=(*proof.evidence, *deaths), numbers=proof.numbers)
 
 
-def _root_cause(incident: Incident, found: Scan, own_pids: frozenset[int]) -> Verdict | None:
+def _root_cause(incident: Incident, found: Scan, own_pids: frozenset[int], proof: KillProof | None) -> Verdict | None:
     finding = _first_cause(found)
     if finding is None or finding.signature is None:
         return None
@@ -134,7 +137,7 @@ def _root_cause(incident: Incident, found: Scan, own_pids: frozenset[int]) -> Ve
         return None
     if finding.signature.kind == "by_phase":
         return _device_memory(incident, found, finding, own_pids)
-    return _by_signature(incident, found, finding, own_pids)
+    return _by_signature(incident, found, finding, own_pids, proof)
 
 
 def _ends_badly(incident: Incident) -> bool:
@@ -218,7 +221,9 @@ def _unique(holders: list[dict[str, object]]) -> list[dict[str, object]]:
     return list({holder["pid"]: holder for holder in holders}.values())
 
 
-def _by_signature(incident: Incident, found: Scan, finding: Finding, own_pids: frozenset[int]) -> Verdict:
+def _by_signature(
+    incident: Incident, found: Scan, finding: Finding, own_pids: frozenset[int], proof: KillProof | None
+) -> Verdict:
     signature = finding.signature
     assert signature is not None and finding.match is not None
     kind, confidence = signature.kind, signature.confidence if finding.exact else "likely"
@@ -228,15 +233,22 @@ def _by_signature(incident: Incident, found: Scan, finding: Finding, own_pids: f
         numbers |= torch_numbers(finding.record.body)
     if signature.name == "disk_full" and finding.shm_frames:
         kind, confidence = "shm_full", "likely"
-    if signature.name == "jit" and found.bare_killed:
+    if signature.name == "jit" and (killed := _killed_compiler(found, proof)):
         kind, confidence = "host_oom_kill", "likely"
-        evidence.append(log_evidence(found.bare_killed))
+        evidence.append(killed)
     if kind in ("gpu_neighbour", "gpu_unstable") or signature.name == "load_fail":
         holders = torch_holders(finding.record.body, incident, own_pids)
         holders += device_holders(incident, own_pids, numbers.get("device"))
         if holders:
             numbers["holders"] = _unique(holders)
     return Verdict(kind, confidence, _short(finding.record), signature.phase or finding.phase, tuple(evidence), numbers)
+
+
+def _killed_compiler(found: Scan, proof: KillProof | None) -> Evidence | None:
+    """A failed build of kernels, in which something was killed: the compilers took the host's memory."""
+    if proof and proof.evidence:
+        return proof.evidence[0]
+    return log_evidence(found.bare_killed) if found.bare_killed else None
 
 
 def _short(record: Record) -> str:

@@ -25,6 +25,8 @@ _LEAD_IN = re.compile(
     r"|terminate called after throwing an instance of '[\w:]{1,80}'$"
     r"|what\(\): {1,4}"
     r"|(?:Last|Value|Assertion|Runtime|Unexpected|Caught|Fatal|Internal) [Ee]rror[:,] ?"
+    r"|Error in model execution(?: \(input dumped to [^)]{1,300}\))?: "  # worker/model_runner_base.py, 0.6
+    r"|Error in (?!preprocessing)[\w ]{1,40}: "
     r"|[Ee]rror: |ERROR: |Failed: |FAILED: |Exception: |[Cc]aused by: "
     r"|[\w.:/\[\] -]{0,200}\bNCCL WARN "
     r"|E {2,8}"
@@ -219,6 +221,11 @@ def is_soft_stop(body: str) -> bool:
 
 def may_be_users_text(body: str) -> bool:
     return bool(_USER_TEXT.search(body))
+
+
+def is_flat_traceback(body: str) -> bool:
+    """A whole traceback in one line, as some log collectors write it."""
+    return body.startswith("Traceback (most recent call last): ")
 
 
 def frame(body: str) -> tuple[str, str] | None:

@@ -29,6 +29,7 @@ _FOREIGN = re.compile(
     r"|\s{0,4}\|?\s?\[" + _ISO + r"\] "
     r"|" + _LEVEL + " " + _ISO + r" \[[\w.: -]{1,80}\] "
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} (?=\()"
+    r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,9})?\] "
     r"|\(raylet(?:, ip=[\d.]{7,15})?\) "
     r"|(?:> ?){1,3}(?=\S)"
     r"|\[[\w.-]{1,32}\] (?=\(|" + _LEVEL + r"\b)"
@@ -45,12 +46,16 @@ _HEADER = re.compile(
     r"\[?([\w./-]{1,200}):\d{1,6}\] ?"
 )
 _UVICORN = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,9}")
-_C10 = re.compile(r"\[([IWEF])\d{4} \d\d:\d\d:\d\d\.\d{1,9} (?:\d+ )?([\w./-]{1,200}):\d{1,6}\] ?")
+_C10 = re.compile(r"\[([IWEF])(?:\d{3,4} \d\d:\d\d:\d\d\.\d{1,9}|\.{3}|…) (?:\d{1,10} )?([\w./-]{1,200}):\d{1,6}\] ?")
 _STAMPED = re.compile(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\s[-|:\[\s]{0,4}(?:[\w.]{1,60}\s[-|]\s)?"
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[\]\s:|-]{0,5}(?:[\w./-]{1,200}:\d{1,6} -- )?"
 )
 _C10_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+
+
+#: torch warns of an allocation that failed, and raises it afterwards.
+_WARNS_OF_ERRORS = "CUDACachingAllocator.cpp"
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Record:
 
     @property
     def may_be_error(self) -> bool:
-        return self.level in (None, "ERROR", "CRITICAL")
+        return self.level in (None, "ERROR", "CRITICAL") or self.origin == _WARNS_OF_ERRORS
 
 
 def plain(text: str) -> str:
