@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -46,13 +48,11 @@ def _process(ref: ProcessRef) -> psutil.Process | None:
         return None
 
 
-def _send(signal: object) -> None:
+def _send(signal: Callable[[], None]) -> None:
     """psutil checks pid and start time once more before it sends."""
-    assert callable(signal)
-    try:
+    # It may end in this moment, or not be ours to end: then the caller names it as a survivor.
+    with contextlib.suppress(psutil.Error):
         signal()
-    except psutil.Error:
-        pass  # it ended in this moment, or isn't ours to end (the caller names it as a survivor)
 
 
 def _wait(refs: tuple[ProcessRef, ...], limit_sec: float) -> tuple[ProcessRef, ...]:

@@ -105,11 +105,11 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conf-dir", metavar="DIR", help="the directory that init wrote it to")
 
 
-# -- the verbs -----------------------------------------------------------------------------------------------------------
+# -- the verbs ---------------------------------------------------------------------------------------------------------
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    from . import installation, report
+    from . import installation
 
     result = installation.init(
         program=arguments.program,
@@ -118,8 +118,16 @@ def _init(arguments: argparse.Namespace) -> int:
         state_dir=arguments.state_dir,
         settings=_set_options(arguments.set),
     )
-    report.print_findings([(finding.level, finding.text) for finding in result.findings])
-    print(f"next: {result.next_command}\n      {result.next_effect}")
+    return _print_result(result)
+
+
+def _print_result(result: Any) -> int:
+    """An installation.Result: what was found and done, and the exact next command."""
+    from .report import print_findings
+
+    print_findings([(finding.level, finding.text) for finding in result.findings])
+    if result.next_command:
+        print(f"next: {result.next_command}\n      ({result.next_effect})")
     return 0
 
 
@@ -205,23 +213,19 @@ def _history(arguments: argparse.Namespace) -> int:
 
 
 def _undo(arguments: argparse.Namespace) -> int:
+    from . import installation
     from .config_file import find_config, load_config
-    from .launch import undo
 
     config = load_config(find_config(arguments.config, arguments.conf_dir))
-    print(undo(config, arguments.program))
-    return 0
+    return _print_result(installation.undo(config, arguments.program))
 
 
 def _uninstall(arguments: argparse.Namespace) -> int:
-    from . import installation, report
+    from . import installation
     from .config_file import find_config, load_config
 
     config = load_config(find_config(arguments.config, arguments.conf_dir))
-    result = installation.uninstall(config, arguments.program)
-    report.print_findings([(finding.level, finding.text) for finding in result.findings])
-    print(f"next: {result.next_command}\n      {result.next_effect}")
-    return 0
+    return _print_result(installation.uninstall(config, arguments.program))
 
 
 def _check(arguments: argparse.Namespace) -> int:

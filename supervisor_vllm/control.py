@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import socket
 import xmlrpc.client
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ def process_info(server: Supervisord, full_name: str) -> ProcessInfo | None:
 
 
 def poke(server: Supervisord) -> None:
-    """Any call wakes supervisord's loop, so that it reaps a dead child now and not up to two seconds later (measured)."""
+    """Any call wakes supervisord's loop: it reaps a dead child now, not up to two seconds later (measured)."""
     _call(server, "supervisor.getState")
 
 
@@ -147,8 +148,8 @@ class _LimitedTransport(SupervisorTransport):  # type: ignore[misc]
 
     def __init__(self, server: Supervisord) -> None:
         super().__init__(server.username, server.password, server.url)
-        get_connection = self._get_connection
-        self._get_connection = lambda: _limited(get_connection())
+        self._unlimited_connection: Callable[[], http.client.HTTPConnection] = self._get_connection
+        self._get_connection = lambda: _limited(self._unlimited_connection())
 
 
 def _limited(connection: http.client.HTTPConnection) -> http.client.HTTPConnection:

@@ -113,7 +113,7 @@ def _in_child(verb: str, target: Target) -> Any:
         return None
 
 
-# -- in the child --------------------------------------------------------------------------------------------------------
+# -- in the child ------------------------------------------------------------------------------------------------------
 
 
 def _check(target: Target) -> Health:
@@ -257,7 +257,9 @@ def _unix_adapter(path: str) -> Any:
         ConnectionCls = UnixConnection
 
     class UnixAdapter(requests.adapters.HTTPAdapter):
-        def get_connection_with_tls_context(self, request: Any, verify: Any, proxies: Any = None, cert: Any = None) -> Any:
+        def get_connection_with_tls_context(
+            self, request: Any, verify: Any, proxies: Any = None, cert: Any = None
+        ) -> Any:
             return UnixPool("localhost")
 
         def get_connection(self, url: Any, proxies: Any = None) -> Any:

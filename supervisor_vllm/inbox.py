@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -41,10 +42,8 @@ class Inbox:
     def put(self, event: Event) -> None:
         with self._lock:
             self._events.append(event)
-        try:
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
             os.write(self._wake[1], b".")
-        except BlockingIOError:
-            pass  # it has been woken often enough
 
     def take(self, timeout_sec: float | None, *, pidfd: int | None = None) -> Event | None:
         """The next event; None when the time is over. With `pidfd`, PID_DIED as soon as that process is dead."""
@@ -67,8 +66,6 @@ class Inbox:
             return None
 
     def _drain(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while os.read(self._wake[0], 4096):
                 pass
-        except BlockingIOError:
-            pass

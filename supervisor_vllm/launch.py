@@ -1,4 +1,4 @@
-"""What the next launch runs: the user's command, the learned changes on top of it, and the override that carries them."""
+"""What the next launch runs: the user's command, the learned changes on it, and the override that carries them."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def apply_override(context: Context, *, changed: bool) -> str | None:
             f"the change can't be applied without stopping {', '.join(neighbours)} in the group {section.group_name}; "
             f"when they may stop, run: supervisorctl update {section.group_name}"
         )
-    override.write_override(path, text, like=section.file)
+    override.write_file(path, text, like=section.file)
     try:
-        applied = control.apply_config(context.server, section.group_name, section.full_names)
+        applied = control.apply_config(context.server, section.group_name)
     except ControlError as why:
         _put_back(context, before)
         return f"supervisord doesn't take the override: {why}"
@@ -65,9 +65,9 @@ def apply_override(context: Context, *, changed: bool) -> str | None:
 def _put_back(context: Context, before: str | None) -> None:
     path = context.program.override_path
     if before is None:
-        override.remove_override(path)
+        override.remove_file(path)
     else:
-        override.write_override(path, before, like=context.section.file)
+        override.write_file(path, before, like=context.section.file)
 
 
 def _render(context: Context, section: ProgramSection) -> str:
@@ -85,13 +85,16 @@ def follow_user_file(context: Context) -> str | None:
     try:
         section = user_section(context)
     except UserError as why:
-        override.remove_override(path)
+        override.remove_file(path)
         say(context.name, f"override removed: {why}")
         return f"its section is gone from the configuration ({why}); the override was removed"
-    if override.read_command(before) is None or override.is_built_from(before, section.command):
+    if override.built_from(before) is None or override.is_built_from(before, section.command):
         return None
     changes = learned_changes(context, section.command)
     context.journal.replace_learned(context.name, changes, incident_id=None)
-    override.write_override(path, override.render_override(section, changes), like=section.file)
-    say(context.name, "the user's command was edited: the override was rebuilt from it; `supervisorctl update` applies it")
+    override.write_file(path, override.render_override(section, changes), like=section.file)
+    say(
+        context.name,
+        "the user's command was edited: the override was rebuilt from it; `supervisorctl update` applies it",
+    )
     return None

@@ -93,7 +93,7 @@ def measure(context: Context, need: Need) -> Reading:
 
 
 def _read(context: Context, cpu_backend: bool) -> tuple[GpuMemory, ...]:
-    visible = program_environment(context.section, context.full_name).get("CUDA_VISIBLE_DEVICES")
+    visible = program_environment(context.section).get("CUDA_VISIBLE_DEVICES")
     return device.read_devices(cpu_backend=cpu_backend, cuda_visible_devices=visible)
 
 

@@ -22,7 +22,7 @@ from .evidence import device, exit_status, life, processes, vllm_log
 from .evidence.life import Life
 from .incident import Incident, Plan, Verdict, from_json
 from .journal import IncidentRow, State
-from .policy.launch_command import parse_launch, redact
+from .policy.launch_command import redact
 from .policy.learned import merge_learned
 from .policy.limit import launches_left, restart_delay_sec
 from .policy.plan import Attempt, plan_next
@@ -90,7 +90,7 @@ def _is_hung(context: Context, incident_id: int | None) -> bool:
     return incident_id is not None and context.journal.incident_row(incident_id).verdict.kind == "hung"
 
 
-# -- the states ----------------------------------------------------------------------------------------------------------
+# -- the states --------------------------------------------------------------------------------------------------------
 
 
 def watching(context: Context) -> State:
@@ -182,7 +182,7 @@ def verifying(context: Context) -> State:
         target = health_target(context.section, launch.current_command(context), settings)
         if not listens(target):
             continue
-        result = health.check_health(target, settings.health_timeout_sec)
+        result = health.check_health(target)
         if result.healthy:
             return _verified(context, result, incident_id)
         if result.step == "models" and not result.retry:
@@ -205,7 +205,7 @@ def healthy(context: Context) -> State:
             if state:
                 return state
         target = health_target(context.section, launch.current_command(context), context.settings)
-        reason = health.check_while_serving(target, context.settings.health_timeout_sec)
+        reason = health.check_while_serving(target)
         failed_checks = failed_checks + 1 if reason else 0
         if reason and failed_checks >= FAILED_CHECKS_UNTIL_HUNG:
             return _hung(context, reason)
@@ -236,13 +236,14 @@ def _wait(context: Context, timeout_sec: float | None) -> State | None:
     return watch.after_event(context, event) if event else None
 
 
-# -- diagnosing ----------------------------------------------------------------------------------------------------------
+# -- diagnosing --------------------------------------------------------------------------------------------------------
 
 
 def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
     status, signal = (None, None)
     if not alive:
-        status, signal = exit_status.exit_of(context.server, context.full_name, dead.leader.pid)
+        log = control.main_log_tail(context.server)
+        status, signal = exit_status.exit_in_log(log, context.full_name.partition(":")[2], dead.leader.pid)
     incident = life.gather(
         dead,
         context.roots,
@@ -258,9 +259,7 @@ def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
 
 def _with_devices(context: Context, incident: Incident) -> Incident:
     devices = memory.read_devices(context, incident)
-    return dataclasses.replace(
-        incident, gpus=device.name_holders(devices, own=incident.tree, orphans=incident.orphans)
-    )
+    return dataclasses.replace(incident, gpus=device.name_holders(devices, own=incident.tree, orphans=incident.orphans))
 
 
 def _decide(context: Context, incident: Incident, verdict: Verdict) -> State:
@@ -320,7 +319,7 @@ def _for_journal(plan: Plan) -> Plan:
     return dataclasses.replace(plan, command=redact(plan.command))
 
 
-# -- waiting -------------------------------------------------------------------------------------------------------------
+# -- waiting -----------------------------------------------------------------------------------------------------------
 
 
 def _current(context: Context) -> tuple[IncidentRow, Plan]:
@@ -409,7 +408,9 @@ def _wait_for_memory(context: Context, row: IncidentRow, plan: Plan) -> State | 
             say(context.name, f"memory is not free after the time-out: {reading.shortfall}")
             break
         if not said:
-            enter(context, "WAITING", f"{row.verdict.kind}: waiting for memory: {reading.shortfall}", incident_id=row.id)
+            enter(
+                context, "WAITING", f"{row.verdict.kind}: waiting for memory: {reading.shortfall}", incident_id=row.id
+            )
             said = True
         state = _wait(context, min(pause_sec, max(0.0, deadline - time.monotonic())))
         if state:
@@ -438,7 +439,7 @@ def _hold(context: Context, row: IncidentRow, reason: str) -> State:
         return enter(context, "HELD", reason, incident_id=row.id)
 
 
-# -- starting and verifying ----------------------------------------------------------------------------------------------
+# -- starting and verifying --------------------------------------------------------------------------------------------
 
 
 def _planned_launch(context: Context, incident_id: int | None) -> int | None:

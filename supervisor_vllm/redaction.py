@@ -6,23 +6,27 @@ import dataclasses
 import re
 
 from .incident import Incident, LogLine
-from .policy.launch_command import redact
 
 #: Keys by their names (in commands, environments, vLLM's own list of arguments) and by their well-known shapes.
 _SECRETS = (
     re.compile(r"(?i)(['\"]?[\w-]*(?:api[_-]?key|token|secret|password|passwd)['\"]?\s*[=:]\s*)(\[[^\]\n]{0,4096}\]|'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|[^\s,;'\"}\]]{1,4096})"),
-    re.compile(r"(?i)(--(?:api-key|api_key|hf-token|hf_token)[ =]+)('[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|\S{1,4096})"),
+    # --api-key takes several
+    re.compile(r"(?i)(--(?:api[-_]key|hf[-_]token)[ =]+)((?:(?:'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|[^\s'\"-][^\s'\"]{0,4096}|-[^\s'\"-][^\s'\"]{0,4096})(?: +(?=[^\s-]))?)+)"),
     re.compile(r"(?i)(\bbearer\s+)(\S{1,4096})"),
     re.compile(r"(://[^/\s:@]{1,256}:)([^@/\s]{1,256})(?=@)"),
     re.compile(r"(\b)((?:hf_|sk-|nvapi-)[A-Za-z0-9_-]{16,256})"),
 )  # fmt: skip
 #: What looks like a secret's name but is a number of tokens or a file.
-_NOT_SECRET = re.compile(r"(?i)(max|num|batched|prompt|generation|completion|per|skip|eos|bos|pad|special|stop)[\w -]{0,40}token")
+_NOT_SECRET = re.compile(
+    r"(?i)(max|num|batched|prompt|generation|completion|per|skip|eos|bos|pad|special|stop)[\w -]{0,40}token"
+)
 
 
 def redact_text(text: str) -> str:
     for pattern in _SECRETS:
-        text = pattern.sub(lambda match: match.group(0) if _NOT_SECRET.search(match.group(1)) else match.group(1) + "***", text)
+        text = pattern.sub(
+            lambda match: match.group(0) if _NOT_SECRET.search(match.group(1)) else match.group(1) + "***", text
+        )
     return text
 
 
@@ -40,4 +44,4 @@ def for_journal(incident: Incident) -> Incident:
     if len(log) > _HEAD_LINES + _TAIL_LINES:
         log = log[:_HEAD_LINES] + log[-_TAIL_LINES:]
     short = tuple(dataclasses.replace(line, text=line.text[:_LINE_CHARS]) for line in log)
-    return dataclasses.replace(incident, command=redact(incident.command), log=redact_lines(short))
+    return dataclasses.replace(incident, command=redact_text(incident.command), log=redact_lines(short))

@@ -147,17 +147,37 @@ _DEFAULTS = Settings()
 TABLE = tuple(
     Setting(name, parse, help_, getattr(_DEFAULTS, name))
     for name, parse, help_ in (
-        ("restart_sec", _seconds, "pause before a restart with unchanged arguments; an adjusted one starts as soon as the memory is free"),
-        ("restart_steps", _count(0), "number of steps in which the pause grows to restart_max_delay_sec (0: it doesn't grow)"),
+        (
+            "restart_sec",
+            _seconds,
+            "pause before a restart with unchanged arguments; an adjusted one starts as soon as the memory is free",
+        ),
+        (
+            "restart_steps",
+            _count(0),
+            "number of steps in which the pause grows to restart_max_delay_sec (0: it doesn't grow)",
+        ),
         ("restart_max_delay_sec", _seconds, "longest pause before a restart (used only with restart_steps)"),
-        ("start_limit_interval_sec", _seconds, "the time in which at most start_limit_burst launches happen (0: no limit)"),
-        ("start_limit_burst", _count(0), "launches allowed in start_limit_interval_sec, and in a row without one becoming healthy; then HELD (0: no limit)"),
+        (
+            "start_limit_interval_sec",
+            _seconds,
+            "the time in which at most start_limit_burst launches happen (0: no limit)",
+        ),
+        (
+            "start_limit_burst",
+            _count(0),
+            "launches allowed in start_limit_interval_sec, and in a row without one becoming healthy; then HELD (0: no limit)",
+        ),
         ("load_timeout_sec", _seconds, "time from the start of a launch until it must be healthy"),
         ("health_timeout_sec", _seconds, "time in which one completion must come back"),
         ("health_interval_sec", _seconds, "pause between checks while it serves (0: checked after each start only)"),
         ("health_prompt", _line, "the prompt of the completion that proves health"),
         ("health_max_tokens", _count(1), "max_tokens of that completion"),
-        ("api_key_env", _environment_name, "environment variable of the listener that holds vLLM's API key, where the command doesn't"),
+        (
+            "api_key_env",
+            _environment_name,
+            "environment variable of the listener that holds vLLM's API key, where the command doesn't",
+        ),
         ("memory_release_timeout_sec", _seconds, "longest wait for memory to become free before a launch"),
         ("gpu_memory_utilization_min", _fraction, "floor for --gpu-memory-utilization"),
         ("gpu_memory_utilization_max", _fraction, "ceiling for --gpu-memory-utilization"),
@@ -166,7 +186,11 @@ TABLE = tuple(
         ("max_num_batched_tokens_min", _count(1), "floor for --max-num-batched-tokens"),
         ("pin", _flags, "flags that are never changed, such as --max-model-len"),
         ("allow", _allow, f"remedies that change results or speed and are off otherwise: {', '.join(ALLOWABLE)}"),
-        ("prefer", _one_of("context", "concurrency"), "what to keep when something must shrink: the context length, or concurrency"),
+        (
+            "prefer",
+            _one_of("context", "concurrency"),
+            "what to keep when something must shrink: the context length, or concurrency",
+        ),
         ("step_up_after_sec", _seconds, "quiet time after which a learned value may move back up"),
         ("mode", _one_of("act", "shadow"), "shadow: decide and record, change nothing"),
     )

@@ -38,7 +38,7 @@ def health_target(section: ProgramSection, command: str, settings: Settings) -> 
 
 
 def listens(target: Target) -> bool:
-    """Does somebody accept connections there? vLLM binds its port before it loads and listens only once it can serve."""
+    """Does somebody accept connections? vLLM binds its port before it loads and listens only once it can serve."""
     try:
         if target.uds:
             with socket.socket(socket.AF_UNIX) as connection:

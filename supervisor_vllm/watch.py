@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 
@@ -130,7 +129,7 @@ def _shadow_incident(context: Context) -> int | None:
     return context.journal.program(context.name).incident_id if context.settings.mode == "shadow" else None
 
 
-# -- the life ------------------------------------------------------------------------------------------------------------
+# -- the life ----------------------------------------------------------------------------------------------------------
 
 
 def who_started(context: Context, when: float) -> StartedBy:

@@ -22,6 +22,7 @@ KIND_BY_PHASE = {
 
 # A line that proves that the phase has begun. gpu_model_runner.py, gpu_worker.py, kv_cache_utils.py, core.py of V1;
 # model_runner.py, worker.py, executor_base.py of V0.
+# After the capture the sampler warms up, and has vLLM's own sentence where it runs out (0.8.0 on).
 _PROOFS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "startup",
@@ -52,8 +53,7 @@ _PROOFS: tuple[tuple[str, re.Pattern[str]], ...] = (
             r"|the current vLLM instance can use total_gpu_memory|# (?:GPU|[a-z]{3,8}) blocks:)"
         ),
     ),
-    ("graph", re.compile(r"(?:[A-Z]{2,6} KV cache size:|Capturing .{0,32}(?:graph|capture))")),
-    ("warmup", re.compile(r"Graph capturing finished")),
+    ("graph", re.compile(r"(?:[A-Z]{2,6} KV cache size:|Capturing .{0,32}(?:graph|capture)|Graph capturing finished)")),
     (
         "runtime",
         re.compile(

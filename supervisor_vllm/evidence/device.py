@@ -18,7 +18,9 @@ def on_cpu_backend(log: tuple[LogLine, ...]) -> bool:
     return any(word in line.text for line in log for word in _CPU_BACKEND_WORDS)
 
 
-def read_devices(*, cpu_backend: bool, cuda_visible_devices: str | None, timeout_sec: float = 10.0) -> tuple[GpuMemory, ...]:
+def read_devices(
+    *, cpu_backend: bool, cuda_visible_devices: str | None, timeout_sec: float = 10.0
+) -> tuple[GpuMemory, ...]:
     """The program's devices; empty where nothing can be measured. A memory node has no holders: everybody uses it."""
     if cpu_backend:
         return read_memory_nodes()

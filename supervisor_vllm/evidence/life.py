@@ -13,7 +13,7 @@ from ..incident import CgroupMemory, GpuMemory, HostMemory, Incident, ProcessRef
 from . import cgroup, host, processes
 from .kernel_log import read_kernel_log
 from .roots import Roots
-from .vllm_log import LogPosition, mark_end, read_life, vllm_version
+from .vllm_log import LogPosition, last_life, mark_end, read_life, vllm_version
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def begin(leader: ProcessRef, log_marks: tuple[LogPosition, ...], roots: Roots, 
     path = cgroup.memory_cgroup_of(leader.pid, roots)
     return Life(
         leader=leader,
-        tree=processes.process_tree(leader.pid) or (leader,),
+        tree=processes.process_tree(leader) or (leader,),
         log_marks=log_marks,
         boot_seconds=processes.boot_seconds_of(leader),
         cgroup=cgroup.read_cgroup(path, roots) if path else None,
@@ -48,7 +48,7 @@ def begin(leader: ProcessRef, log_marks: tuple[LogPosition, ...], roots: Roots, 
 def observe(life: Life) -> Life:
     """The life with the processes that it has now added; those that are gone are kept: the kernel may name them."""
     known = {(ref.pid, ref.start_time) for ref in life.tree}
-    new = tuple(ref for ref in processes.process_tree(life.leader.pid) if (ref.pid, ref.start_time) not in known)
+    new = tuple(ref for ref in processes.process_tree(life.leader) if (ref.pid, ref.start_time) not in known)
     return dataclasses.replace(life, tree=life.tree + new) if new else life
 
 
@@ -77,7 +77,7 @@ def gather(
 ) -> Incident:
     """Everything that can be seen of the death now, apart from the GPU (slow to ask, asked only when it matters)."""
     life = observe(life)
-    log = read_life(life.log_marks)
+    log = last_life(list(read_life(life.log_marks)))
     return Incident(
         program=program,
         time=time,

@@ -32,6 +32,8 @@ _FOREIGN = re.compile(
     r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,9})?\] "
     r"|\(raylet(?:, ip=[\d.]{7,15})?\) "
     r"|(?:> ?){1,3}(?=\S)"
+    r"|\[\d\d:\d\d:\d\d\] (?:\w{1,12}/[A-Z]{4,8} {1,3})?"
+    r"| {1,8}(?=" + _LEVEL + r" \d\d-\d\d )"
     r"|\[[\w.-]{1,32}\] (?=\(|" + _LEVEL + r"\b)"
     r"|\"(?=" + _LEVEL + r" )"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} \[\w{1,12}\] (?:\(Process\) )?"
@@ -45,6 +47,8 @@ _HEADER = re.compile(
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)? "
     r"\[?([\w./-]{1,200}):\d{1,6}\] ?"
 )
+# in reports: without the date
+_SHORT_HEADER = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,4}\[([\w./-]{1,200}\.py)(?::\d{1,6})?\] {1,4}")
 _UVICORN = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,9}")
 _C10 = re.compile(r"\[([IWEF])(?:\d{3,4} \d\d:\d\d:\d\d\.\d{1,9}|\.{3}|…) (?:\d{1,10} )?([\w./-]{1,200}):\d{1,6}\] ?")
 _STAMPED = re.compile(
@@ -116,7 +120,7 @@ def _parse(line: LogLine) -> Iterator[Record]:
 
 
 def _split_level(text: str) -> tuple[str | None, str, str]:
-    if match := _HEADER.match(text):
+    if match := _HEADER.match(text) or _SHORT_HEADER.match(text):
         return match[1], text[match.end() :], match[2]
     if match := _UVICORN.match(text):
         return match[1], text[match.end() :], "uvicorn"

@@ -79,7 +79,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def boot_seconds_now() -> float:
-    """Now, on the clock of the kernel's log (local_clock: it stands still while the machine sleeps, as CLOCK_MONOTONIC)."""
+    """Now, on the clock of the kernel's log: local_clock, which stands still in sleep as CLOCK_MONOTONIC does."""
     return time.monotonic()
 
 

@@ -1,0 +1,220 @@
+"""The file that `init` writes to conf.d: the listener's section and the settings of each program.
+
+supervisord reads the first section and ignores the others (measured: sections it doesn't know, an odd `%` in them too).
+It is edited with ConfigUpdater, so that comments and hand edits stay.
+"""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+from .settings import TABLE, Settings, parse_settings
+
+LISTENER = "eventlistener:supervisor-vllm"
+COMMON = "supervisor-vllm"
+PROGRAM_PREFIX = "supervisor-vllm:"
+STEM = "supervisor-vllm"
+DEFAULT_CONF_DIR = Path("/etc/supervisor/conf.d")
+DEFAULT_STATE_DIR = Path("/var/lib/supervisor-vllm")
+
+
+@dataclass(frozen=True)
+class ProgramConfig:
+    program: str
+    override_path: Path
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the file says."""
+
+    path: Path
+    state_dir: Path
+    supervisord_conf: Path
+    programs: tuple[ProgramConfig, ...] = ()
+
+    @property
+    def conf_dir(self) -> Path:
+        return self.path.parent
+
+    def program(self, name: str) -> ProgramConfig:
+        for item in self.programs:
+            if item.program == name:
+                return item
+        known = ", ".join(item.program for item in self.programs) or "none"
+        raise UserError(f"supervisor-vllm doesn't look after a program {name!r}", hint=f"it looks after: {known}")
+
+
+def find_config(config: str | None, conf_dir: str | None) -> Path:
+    """--config FILE, else the file that init wrote in --conf-dir, else in /etc/supervisor/conf.d."""
+    if config:
+        return Path(config)
+    directory = Path(conf_dir) if conf_dir else DEFAULT_CONF_DIR
+    found = sorted(path for path in directory.glob(f"{STEM}.*") if path.is_file() and _is_ours(path))
+    if not found:
+        raise UserError(
+            f"there is no {STEM}.conf in {directory}",
+            hint="run supervisor-vllm init first, or name the directory with --conf-dir",
+        )
+    return found[0]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return f"[{COMMON}]" in path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
+        return False
+
+
+def load_config(path: Path) -> Config:
+    """Raises UserError with file, section and name for anything that is wrong."""
+    parser = _read(path)
+    if not parser.has_section(COMMON):
+        raise UserError(f"{path} has no section [{COMMON}]", hint="run supervisor-vllm init again")
+    common = parser[COMMON]
+    for key in ("state_dir", "supervisord_conf"):
+        if not common.get(key):
+            raise UserError(f"{path} [{COMMON}]: {key} is missing", hint="run supervisor-vllm init again")
+    programs = tuple(
+        _program_config(path, section, parser[section])
+        for section in parser.sections()
+        if section.startswith(PROGRAM_PREFIX)
+    )
+    return Config(path, Path(common["state_dir"]), Path(common["supervisord_conf"]), programs)
+
+
+def _read(path: Path) -> configparser.RawConfigParser:
+    # As supervisord's own parser reads it (supervisor 4.3.0 options.py, UnhosedConfigParser).
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(";", "#"), strict=False)
+    try:
+        with path.open(encoding="utf-8") as lines:
+            parser.read_file(lines)
+    except OSError as why:
+        raise UserError(f"{path} can't be read: {why.strerror}") from None
+    except (configparser.Error, UnicodeError) as why:
+        raise UserError(f"{path}: {' '.join(str(why).split())}") from None
+    return parser
+
+
+def _program_config(path: Path, section: str, values: Mapping[str, str]) -> ProgramConfig:
+    override = values.get("override")
+    if not override:
+        raise UserError(f"{path} [{section}]: override is missing", hint="run supervisor-vllm init again")
+    settings = {key: value for key, value in values.items() if key != "override"}
+    return ProgramConfig(
+        section.removeprefix(PROGRAM_PREFIX),
+        path.parent / override,
+        parse_settings(settings, where=f"{path} [{section}]"),
+    )
+
+
+def edited(
+    before: str | None,
+    path: Path,
+    *,
+    program: str,
+    override_name: str,
+    state_dir: Path,
+    supervisord_conf: Path,
+    settings: Mapping[str, str],
+) -> str:
+    """The file's text with this program in it. What stands there already stays as it is, other than what is set now."""
+    from configupdater import ConfigUpdater
+
+    for name, value in settings.items():
+        # a blank before ; or # would begin a comment for every reader of the file
+        if "\n" in value or " ;" in value or " #" in value or value[:1] in (";", "#"):
+            raise UserError(f"--set {name}={value}: the text can't be kept in an ini file", hint="leave out ; and #")
+    parse_settings(settings)
+    updater = ConfigUpdater()
+    updater.read_string(before if before is not None else _new_file(path, state_dir, supervisord_conf))
+    updater[COMMON]["state_dir"].value = str(state_dir)
+    updater[COMMON]["supervisord_conf"].value = str(supervisord_conf)
+    updater[LISTENER]["command"].value = listener_command(path)
+    updater[LISTENER]["stderr_logfile"].value = _doubled(str(state_dir / "listener.log"))
+    section = PROGRAM_PREFIX + program
+    if not updater.has_section(section):
+        new = ConfigUpdater()
+        new.read_string(_new_section(section, override_name))
+        updater[updater.sections()[-1]].add_after.section(new[section].detach())
+    for name, value in {"override": override_name, **settings}.items():
+        _set(updater[section], name, value)
+    return str(updater)
+
+
+def _set(section: Any, name: str, value: str) -> None:
+    """An option that stands there is changed, a new one goes to where its commented default is."""
+    if name in section:
+        if section[name].value != value:
+            section[name].value = value
+        return
+    section[section.options()[-1]].add_after.option(name, value)
+
+
+def without_program(before: str, program: str) -> str | None:
+    """The file's text without this program; None when it was the last one."""
+    from configupdater import ConfigUpdater
+
+    updater = ConfigUpdater()
+    updater.read_string(before)
+    updater.remove_section(PROGRAM_PREFIX + program)
+    if not any(name.startswith(PROGRAM_PREFIX) for name in updater.sections()):
+        return None
+    return str(updater)
+
+
+def listener_command(path: Path) -> str:
+    """This very interpreter: it is the one that has our package."""
+    return _doubled(shlex.join([sys.executable, "-m", "supervisor_vllm", "listen", "--config", str(path)]))
+
+
+def _doubled(text: str) -> str:
+    """supervisord expands %(…)s in values: a literal percent sign is written twice."""
+    return text.replace("%", "%%")
+
+
+def _new_file(path: Path, state_dir: Path, supervisord_conf: Path) -> str:
+    return f"""\
+; Written by supervisor-vllm init. Edit the settings below as you like: they count from the next tick (5 s) on.
+; `supervisor-vllm uninstall PROGRAM` takes this file and the override out again.
+
+[{LISTENER}]
+command={listener_command(path)}
+; answered at once and worked on elsewhere; the buffer is for the listener's own restart
+events=PROCESS_STATE,PROCESS_GROUP,TICK_5
+buffer_size=1000
+; events come only once it is RUNNING
+startsecs=0
+autostart=true
+; 2 is a mistake in the settings: it stays down, and its log says why
+autorestart=unexpected
+exitcodes=0,2
+; stdout is the event protocol's
+stderr_logfile={_doubled(str(state_dir / "listener.log"))}
+stderr_logfile_maxbytes=5MB
+stderr_logfile_backups=2
+
+[{COMMON}]
+state_dir={state_dir}
+supervisord_conf={supervisord_conf}
+"""
+
+
+def _new_section(section: str, override_name: str) -> str:
+    lines = [
+        "",
+        f"[{section}]",
+        "; the file beside this one that carries the changed arguments",
+        f"override={override_name}",
+    ]
+    for setting in TABLE:
+        lines += [f"; {setting.help}", f"; {setting.name}={setting.default_text}"]
+    return "\n".join(lines) + "\n"
