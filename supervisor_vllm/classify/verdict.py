@@ -129,7 +129,7 @@ def _counted_kill(
 
 
 def _root_cause(incident: Incident, found: Scan, own_pids: frozenset[int], proof: KillProof | None) -> Verdict | None:
-    finding = _first_cause(found)
+    finding = _first_cause(incident, found)
     if finding is None or finding.signature is None:
         return None
     stopped_before = found.stops and found.stops[0].index < finding.index
@@ -144,13 +144,27 @@ def _ends_badly(incident: Incident) -> bool:
     return incident.exit_status not in (None, 0)
 
 
-def _first_cause(found: Scan) -> Finding | None:
+def _first_cause(incident: Incident, found: Scan) -> Finding | None:
     """The first root cause in time that the server didn't survive."""
-    alive = [finding for finding in found.findings if not scanning.survived(found, finding)]
+    alive = [
+        finding
+        for finding in found.findings
+        if not scanning.survived(found, finding) and not _of_one_request(incident, found, finding)
+    ]
     for accept in _ACCEPT:
         if finding := next((finding for finding in alive if accept(found, finding)), None):
             return finding
     return None
+
+
+def _of_one_request(incident: Incident, found: Scan, finding: Finding) -> bool:
+    """While serving, an error beside which the engine doesn't say that it is finished is one request's; it ended the
+    server only where the server ended by itself, badly."""
+    if found.started_at is None or finding.index < found.started_at or scanning.in_fatal_context(found, finding):
+        return False
+    if end_signal(incident) or incident.exit_status == 0:
+        return True
+    return incident.exit_status is None and not _about_memory(finding)
 
 
 def _is_cause(finding: Finding) -> bool:
@@ -259,6 +273,8 @@ def _shut_down(incident: Incident, found: Scan, end: EndSignal | None) -> Verdic
     """A clean shutdown that nobody told supervisord of: before it the engine was well."""
     first_bad = min((marker.index for marker in (*found.deaths, *found.fatals)), default=None)
     marker = next((stop for stop in found.stops if first_bad is None or stop.index < first_bad), None)
+    if marker and _has_exception(found, before=marker.index):
+        return None
     if marker is None and not found.any_error and not _ends_badly(incident):
         marker = next((stop for stop in found.soft_stops if first_bad is None or stop.index < first_bad), None)
     if marker and not (end and end.number not in (2, 15)):
