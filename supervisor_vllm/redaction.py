@@ -7,15 +7,20 @@ import re
 
 from .incident import Incident, LogLine
 
+#: A word that is no flag, as it stands in a command.
+_WORD = r"(?:'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|(?!--)[^\s'\"]{1,4096})"
 #: Keys by their names (in commands, environments, vLLM's own list of arguments) and by their well-known shapes.
 _SECRETS = (
-    re.compile(r"(?i)(['\"]?[\w-]*(?:api[_-]?key|token|secret|password|passwd)['\"]?\s*[=:]\s*)(\[[^\]\n]{0,4096}\]|'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|[^\s,;'\"}\]]{1,4096})"),
+    re.compile(
+        r"(?i)(['\"]?[\w-]{0,64}(?:api[_-]?key|token|secret|password|passwd)['\"]?\s*[=:]\s*)"
+        r"(\[[^\]\n]{0,4096}\]|'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|[^\s,;'\"}\]]{1,4096})"
+    ),
     # --api-key takes several
-    re.compile(r"(?i)(--(?:api[-_]key|hf[-_]token)[ =]+)((?:(?:'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|[^\s'\"-][^\s'\"]{0,4096}|-[^\s'\"-][^\s'\"]{0,4096})(?: +(?=[^\s-]))?)+)"),
+    re.compile(rf"(?i)(--(?:api[-_]key|hf[-_]token)[ =]+)({_WORD}(?: +{_WORD})*)"),
     re.compile(r"(?i)(\bbearer\s+)(\S{1,4096})"),
     re.compile(r"(://[^/\s:@]{1,256}:)([^@/\s]{1,256})(?=@)"),
     re.compile(r"(\b)((?:hf_|sk-|nvapi-)[A-Za-z0-9_-]{16,256})"),
-)  # fmt: skip
+)
 #: What looks like a secret's name but is a number of tokens or a file.
 _NOT_SECRET = re.compile(
     r"(?i)(max|num|batched|prompt|generation|completion|per|skip|eos|bos|pad|special|stop)[\w -]{0,40}token"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host import Host
 from world import Gpus, Supervisord, compile_nvml, kill_group, run_cli, write_vllm_program
 from world import model_dir as make_model_dir
 
@@ -127,3 +128,25 @@ def vllm_serve(
     for process in started:
         kill_group(process.pid)
         process.wait(timeout=10)
+
+
+@pytest.fixture
+def vllm_host(
+    make_supervisord: Callable[..., Supervisord], gpus: Gpus, vllm_bin: Path, model_dir: Callable[..., Path]
+) -> Callable[..., Host]:
+    """vllm_host(figures={…}, flags="…", gpu_bytes=…, supervisord={…}, **program options): see host.Host."""
+
+    def make(
+        *,
+        figures: dict[str, Any] | None = None,
+        flags: str = "",
+        gpu_bytes: int | None = None,
+        supervisord: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Host:
+        if gpu_bytes is not None:
+            gpus.provide(total_bytes=gpu_bytes)
+        model = model_dir(**(figures or {}))
+        return Host(make_supervisord(**(supervisord or {})), gpus, vllm_bin, model, flags=flags, **options)
+
+    return make

@@ -1,4 +1,4 @@
-"""What a flag that we may write means in which version of vLLM. Data, from the sources of 28 releases (0.6.0 to 0.32.0)."""
+"""The flags that we may write, by version of vLLM. Data, from the sources of 28 releases (0.6.0 to 0.32.0)."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def whole_number(text: str | None) -> int | None:
 
 @lru_cache(maxsize=64)
 def parse_launch(command: str) -> LaunchCommand:
-    """Never raises. `is_vllm` is False where vLLM's own arguments can't be seen: a script, an expansion of everything."""
+    """Never raises. `is_vllm` is False where vLLM's own arguments can't be seen (a script, an expansion)."""
     return _parse(command, raw_characters(command), shell=False, depth=0) or LaunchCommand(command)
 
 

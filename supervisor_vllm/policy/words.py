@@ -15,8 +15,7 @@ _OPERATORS = frozenset(";&|()<>\n")
 
 @dataclass(frozen=True)
 class Character:
-    """One character after unquoting. `place`: its index in the raw text; `begin`: that of the backslash before it, if it
-    has one."""
+    """One character after unquoting. `place`: its index in the raw text; `begin`: that of a backslash before it."""
 
     text: str
     place: int
