@@ -35,6 +35,8 @@ _LIFE_PROOFS_OF_SURVIVAL = 5
 #: A fatal marker stands beside its traceback; vLLM may dump the scheduler's state between them.
 _FATAL_DISTANCE = 500
 _MAX_FRAMES = 120
+#: Of a long line (vLLM dumps the scheduler's state as an error), the message is the beginning.
+_INSIDE_CHARS = 1500
 
 _ANSWER = re.compile(r'\S{1,80} - "POST /\S{1,200} HTTP/[\d.]{1,4}" 200\b')
 _GENERATING = re.compile(
@@ -222,10 +224,12 @@ def _match_inside(record: Record, texts: tuple[str, ...]) -> tuple[Signature, re
     """The words somewhere in an error record or exception line, unless they may be a user's own."""
     if not texts or may_be_users_text(record.body):
         return None
-    if record.level is None and exception_head(texts[0]) is None and not is_flat_traceback(texts[0]):
+    flat = is_flat_traceback(texts[0])
+    if record.level is None and exception_head(texts[0]) is None and not flat:
         return None
+    text = texts[0] if flat else texts[0][:_INSIDE_CHARS]
     for signature in _CAUSES:
-        if signature.anywhere and (match := signature.pattern.search(texts[0])):
+        if signature.anywhere and (match := signature.pattern.search(text)):
             return signature, match, False
     return None
 
