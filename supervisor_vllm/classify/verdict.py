@@ -28,6 +28,8 @@ _DEVICE_WORDS = re.compile(r"CUDA|NCCL|NVML|cuda")
 _XID_PID = re.compile(r"\bpid='?(\d{1,10})\b")
 #: In these a neighbour's memory is what is missing; later phases are sized by what was free at the start.
 _STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
+#: Of these, the phase is only where it happened; of device memory it decides the kind, and is known or isn't.
+_PHASE_IS_HOW_FAR_IT_CAME = frozenset({"host_oom_kill", "host_alloc", "shm_full", "engine_crash", "killed", "gpu_fault"})
 _SPECIAL_PHASES = ("load_fail", "warm_sampler", "warm_sampler_cut")
 
 
@@ -57,8 +59,8 @@ def classify(incident: Incident) -> Verdict:
     )
     for step in steps:
         if verdict := step():
-            return _complete(_with_device_fault(verdict, incident, own_pids), incident, measured)
-    return _complete(_unknown(incident, found), incident, measured)
+            return _complete(_with_device_fault(verdict, incident, own_pids), found, measured)
+    return _complete(_unknown(incident, found), found, measured)
 
 
 def _with_device_fault(verdict: Verdict, incident: Incident, own_pids: frozenset[int]) -> Verdict:
@@ -75,14 +77,15 @@ def _with_device_fault(verdict: Verdict, incident: Incident, own_pids: frozenset
     return verdict
 
 
-def _complete(verdict: Verdict, incident: Incident, measured: Numbers) -> Verdict:
-    """With what vLLM measured in this life, and the sentence for a person."""
+def _complete(verdict: Verdict, found: Scan, measured: Numbers) -> Verdict:
+    """With what vLLM measured in this life, the phase that it had reached, and the sentence for a person."""
+    reached = found.last_phase if verdict.kind in _PHASE_IS_HOW_FAR_IT_CAME else None
     numbers = {**measured, **verdict.numbers}
     return Verdict(
         kind=verdict.kind,
         confidence=verdict.confidence,
         summary=summary_of(verdict.kind, numbers, verdict.summary),
-        phase=verdict.phase,
+        phase=verdict.phase or reached,
         evidence=verdict.evidence,
         numbers=numbers,
     )
