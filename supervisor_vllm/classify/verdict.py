@@ -29,7 +29,7 @@ _XID_PID = re.compile(r"\bpid='?(\d{1,10})\b")
 #: In these a neighbour's memory is what is missing; later phases are sized by what was free at the start.
 _STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
 #: Of these, the phase is only where it happened; of device memory it decides the kind, and is known or isn't.
-_PHASE_IS_HOW_FAR_IT_CAME = frozenset({"host_oom_kill", "host_alloc", "shm_full", "engine_crash", "killed", "gpu_fault"})
+_REACHED_PHASE_KINDS = frozenset({"host_oom_kill", "host_alloc", "shm_full", "engine_crash", "killed", "gpu_fault"})
 _SPECIAL_PHASES = ("load_fail", "warm_sampler", "warm_sampler_cut")
 
 
@@ -79,7 +79,7 @@ def _with_device_fault(verdict: Verdict, incident: Incident, own_pids: frozenset
 
 def _complete(verdict: Verdict, found: Scan, measured: Numbers) -> Verdict:
     """With what vLLM measured in this life, the phase that it had reached, and the sentence for a person."""
-    reached = found.last_phase if verdict.kind in _PHASE_IS_HOW_FAR_IT_CAME else None
+    reached = found.last_phase if verdict.kind in _REACHED_PHASE_KINDS else None
     numbers = {**measured, **verdict.numbers}
     return Verdict(
         kind=verdict.kind,
