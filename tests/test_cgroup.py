@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from supervisor_vllm.evidence.cgroup import memory_cgroup_of, read_cgroup
-from supervisor_vllm.evidence.roots import Roots
+from supervisor_vllm.evidence.roots import ROOTS, Roots
 
 
 def lay_out(tmp_path: Path, files: dict[str, str]) -> Roots:
@@ -56,3 +62,30 @@ def test_a_cgroup_that_is_gone_and_a_process_that_is_gone(tmp_path: Path) -> Non
     roots = lay_out(tmp_path, {"cgroup/memory.stat": ""})
     assert read_cgroup("/gone", roots) is None
     assert memory_cgroup_of(7, roots) is None
+
+
+@pytest.mark.root
+def test_a_real_kernel_kill_is_counted() -> None:
+    parent = ROOTS.cgroup / "memory"
+    if not (parent / "memory.limit_in_bytes").exists() or not os.access(parent, os.W_OK):
+        pytest.skip("no writable memory cgroup of version 1")
+    name = f"supervisor-vllm-test-{os.getpid()}"
+    try:
+        (parent / name).mkdir()
+    except OSError as why:
+        pytest.skip(f"no memory cgroup can be made: {why}")
+    try:
+        (parent / name / "memory.limit_in_bytes").write_text(str(32 * 2**20))
+        before = read_cgroup(f"/{name}", ROOTS)
+        code = f"open({str(parent / name / 'cgroup.procs')!r}, 'w').write('0'); b = b'x' * (256 * 2**20)"
+        done = subprocess.run([sys.executable, "-c", code], timeout=30, check=False)
+        if done.returncode != -signal.SIGKILL:
+            pytest.skip(f"this kernel doesn't enforce the limit (exit {done.returncode})")
+        after = read_cgroup(f"/{name}", ROOTS)
+        assert before and after and after.limit_bytes == 32 * 2**20
+        if after.oom_kill_count is not None:  # Linux 4.13 and later
+            assert after.oom_kill_count == (before.oom_kill_count or 0) + 1
+        assert (after.fail_count or 0) > 0
+    finally:
+        (parent / name).rmdir()
+    assert read_cgroup(f"/{name}", ROOTS) is None
