@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
 
-from .evidence.processes import same
+from .evidence.processes import alive, same
 from .incident import ProcessRef
 
 #: EngineCore and Workers have nothing left to save once the API server is dead.
 TERM_WAIT_SEC = 5.0
 KILL_WAIT_SEC = 10.0
+_SLICE_SEC = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,16 @@ def _send(signal: Callable[[], None]) -> None:
 
 
 def _wait(refs: tuple[ProcessRef, ...], limit_sec: float) -> tuple[ProcessRef, ...]:
-    """Those that still live after the limit. A zombie has ended: it holds no memory, its parent has yet to look."""
-    found = {process: ref for ref in refs if (process := _process(ref))}
-    _, alive = psutil.wait_procs(list(found), timeout=limit_sec)
-    return tuple(found[process] for process in alive if _state(found[process]) not in ("gone", psutil.STATUS_ZOMBIE))
+    """Those that still live after the limit. A zombie has ended: it holds no memory, its parent has yet to look.
+
+    psutil waits for a zombie of another parent up to the limit, so it waits in short slices.
+    """
+    end = time.monotonic() + limit_sec
+    left = tuple(ref for ref in refs if alive(ref))
+    while left and (remaining := end - time.monotonic()) > 0:
+        psutil.wait_procs([process for ref in left if (process := _process(ref))], timeout=min(_SLICE_SEC, remaining))
+        left = tuple(ref for ref in left if alive(ref))
+    return left
 
 
 def _state(ref: ProcessRef) -> str:

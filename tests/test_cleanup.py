@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -73,3 +74,14 @@ def test_the_group_is_found_after_its_leader_died(start: Start) -> None:
     assert orphan.pid != leader.pid
     assert end_processes((orphan,)).survivors == ()
     assert process_tree(leader) == () and not alive(orphan)
+
+
+def test_a_zombie_whose_parent_does_not_look_is_not_waited_for(start: Start) -> None:
+    code = f"import subprocess, sys; subprocess.Popen(['sleep', '100']); {PLAIN}"
+    parent = process_ref(start(code).pid)
+    assert parent
+    (child,) = (ref for ref in process_tree(parent) if ref.pid != parent.pid)
+    began = time.monotonic()
+    assert end_processes((child,)).ended == (child,)
+    assert time.monotonic() - began < 3
+    assert alive(parent)

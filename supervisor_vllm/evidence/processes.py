@@ -49,7 +49,7 @@ def process_tree(leader: ProcessRef) -> tuple[ProcessRef, ...]:
         ref = process_ref(pid)
         if ref and ref.start_time >= leader.start_time - 0.05:
             found.setdefault(pid, ref)
-    return tuple(found.values())
+    return tuple(ref for ref in found.values() if alive(ref))  # a zombie holds nothing
 
 
 def _children(pid: int) -> list[psutil.Process]:
