@@ -57,7 +57,7 @@ def _starting(context: Context, event: Event) -> State | None:
     if context.own_start:
         context.own_start = False
         return None
-    started_by: StartedBy = "supervisord" if event.from_state == "BACKOFF" else who_started(context, time.time())
+    started_by = who_started(context, time.time(), event.from_state)
     _forget_life(context)
     context.launch_id = context.journal.add_launch(context.name, started_by, incident_id=_shadow_incident(context))
     find_process(context)
@@ -132,11 +132,16 @@ def _shadow_incident(context: Context) -> int | None:
 # -- the life ----------------------------------------------------------------------------------------------------------
 
 
-def who_started(context: Context, when: float) -> StartedBy:
-    """A start that isn't ours: supervisord's at its own start (or in shadow mode, its autorestart), else a person's."""
-    if context.settings.mode == "shadow" or when < context.started_time + AUTOSTART_WINDOW_SEC:
+def who_started(context: Context, when: float, from_state: str | None = None) -> StartedBy:
+    """A start that isn't ours: supervisord's own, or a person's.
+
+    supervisord starts by itself what it tries again (BACKOFF), what the override doesn't keep it from (shadow mode),
+    and, with its own start, what has autostart: that comes from STOPPED, and within seconds of the listener's start.
+    """
+    if context.settings.mode == "shadow" or from_state == "BACKOFF":
         return "supervisord"
-    return "person"
+    with_supervisord = when < context.started_time + AUTOSTART_WINDOW_SEC
+    return "supervisord" if with_supervisord and from_state in (None, "STOPPED") else "person"
 
 
 def find_process(context: Context) -> None:

@@ -67,8 +67,12 @@ class Host:
 
     def status(self) -> dict[str, Any]:
         done = self.verb("status", "vllm", "--json")
-        assert done.returncode in (0, 1), done.stderr
+        assert done.returncode in (0, 1), done.stderr + done.stdout
         return dict(json.loads(done.stdout)["programs"][0])
+
+    def status_error(self) -> str:
+        """What `status` says on stderr."""
+        return self.verb("status", "vllm").stderr
 
     def history(self) -> list[dict[str, Any]]:
         return list(json.loads(self.verb("history", "--json").stdout)["incidents"])
@@ -138,7 +142,8 @@ class Host:
 
     def spawns(self) -> int:
         """How often supervisord has started vllm."""
-        return self.supervisord.output().count("spawned: 'vllm' with pid")
+        log = (self.supervisord.directory / "supervisord.log").read_text()
+        return log.count("spawned: 'vllm' with pid")
 
     def processes_of(self, name: str) -> list[int]:
         """Pids of the stand-in's processes with this comm (`VLLM::Worker`) in the running program's group."""

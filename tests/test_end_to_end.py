@@ -43,7 +43,7 @@ MEMORY_DEATHS = {
         2,
     ),
     "gpu_warmup": (
-        {"weights_bytes": 14 * GIB, "sampler_bytes_per_seq": 10 * MIB},
+        {"weights_bytes": 14 * GIB, "sampler_bytes_per_seq": 11 * MIB},
         "--max-num-seqs 1024 --max-num-batched-tokens 2048 --max-model-len 2048",
         "--max-num-seqs",
         2,
