@@ -314,11 +314,10 @@ def open_journal(state_dir: Path, *, read_only: bool = False) -> Journal:
     Raises UserError when the directory can't be used or the file isn't a journal of this version.
     """
     path = state_dir / FILE_NAME
-    if read_only and not path.exists():
-        return _open_memory(path)
     try:
-        if not read_only:
-            make_state_dir(state_dir)
+        if read_only:
+            return _open_to_read(path)
+        make_state_dir(state_dir)
         connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
         os.chmod(path, 0o600)
         connection.execute("PRAGMA journal_mode = WAL")
@@ -344,21 +343,25 @@ def make_state_dir(state_dir: Path) -> None:
         os.chmod(state_dir, 0o700)
 
 
-def _open_memory(path: Path) -> Journal:
-    """An empty journal for reading: nothing has happened yet, and looking creates no file."""
+def _open_to_read(path: Path) -> Journal:
+    """Looking changes nothing, and creates no file: where nothing has been written yet the journal is an empty one."""
+    if path.exists():
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, isolation_level=None)
+        if connection.execute("PRAGMA user_version").fetchone()[0] == _SCHEMA_VERSION:
+            return Journal(path, connection)
+        connection.close()
     connection = sqlite3.connect(":memory:", isolation_level=None)
     _migrate(connection)
     return Journal(path, connection)
 
 
 def _migrate(connection: sqlite3.Connection) -> None:
+    connection.execute("BEGIN IMMEDIATE")  # two that open a new journal at once: the second one waits, and finds it made
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == _SCHEMA_VERSION:
-        return
     if version > _SCHEMA_VERSION:
+        connection.execute("ROLLBACK")
         raise sqlite3.DatabaseError(f"it was written by a newer version (schema {version})")
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in _SCHEMA.split(";"):
+    for statement in _SCHEMA.split(";") if version < _SCHEMA_VERSION else ():
         if statement.strip():
             connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
