@@ -340,7 +340,9 @@ def _clear_away(context: Context, row: IncidentRow) -> State | None:
     left = tuple({(ref.pid, ref.start_time): ref for ref in left}.values())
     if not left:
         return None
-    names = ", ".join(f"{ref.name or 'process'} (pid {ref.pid})" for ref in left)
+    # vLLM gives its processes their names only once they run: the name is the one of now
+    now = tuple(processes.process_ref(ref.pid) or ref for ref in left)
+    names = ", ".join(f"{ref.name or 'process'} (pid {ref.pid})" for ref in now)
     enter(context, "WAITING", f"ending what the dead server left behind: {names}", incident_id=row.id)
     result = cleanup.end_processes(left)
     if result.survivors:

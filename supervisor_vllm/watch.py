@@ -57,6 +57,8 @@ def _starting(context: Context, event: Event) -> State | None:
     if context.own_start:
         context.own_start = False
         return None
+    if context.life and processes.alive(context.life.leader):
+        return None  # the start of the life that is being watched: seen before its event came
     started_by = who_started(context, time.time(), event.from_state)
     _forget_life(context)
     context.launch_id = context.journal.add_launch(context.name, started_by, incident_id=_shadow_incident(context))
