@@ -33,11 +33,13 @@ class Supervisord:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """`exit_status` as supervisord says it: −1 after any signal, 0 also after an exit before startsecs (measured)."""
+    """`exit_status` as supervisord says it: −1 after any signal, 0 also after an exit before startsecs (measured).
+    `stop_time` in whole seconds since the epoch, 0 before the first stop."""
 
     state: str
     pid: int
     exit_status: int
+    stop_time: int
     stdout_logfile: str
     stderr_logfile: str
     description: str
@@ -67,6 +69,7 @@ def process_info(server: Supervisord, full_name: str) -> ProcessInfo | None:
         state=info["statename"],
         pid=info["pid"],
         exit_status=info["exitstatus"],
+        stop_time=info["stop"],
         stdout_logfile=info["stdout_logfile"],
         stderr_logfile=info["stderr_logfile"],
         description=info["description"],
@@ -148,8 +151,8 @@ class _LimitedTransport(SupervisorTransport):  # type: ignore[misc]
 
     def __init__(self, server: Supervisord) -> None:
         super().__init__(server.username, server.password, server.url)
-        self._unlimited_connection: Callable[[], http.client.HTTPConnection] = self._get_connection
-        self._get_connection = lambda: _limited(self._unlimited_connection())
+        unlimited: Callable[[], http.client.HTTPConnection] = vars(self)["_get_connection"]
+        self._get_connection = lambda: _limited(unlimited())
 
 
 def _limited(connection: http.client.HTTPConnection) -> http.client.HTTPConnection:

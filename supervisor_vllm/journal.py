@@ -346,7 +346,9 @@ def make_state_dir(state_dir: Path) -> None:
 def _open_to_read(path: Path) -> Journal:
     """Looking changes nothing, and creates no file: where nothing has been written yet the journal is an empty one."""
     if path.exists():
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, isolation_level=None)
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, isolation_level=None
+        )
         if connection.execute("PRAGMA user_version").fetchone()[0] == _SCHEMA_VERSION:
             return Journal(path, connection)
         connection.close()
@@ -356,7 +358,9 @@ def _open_to_read(path: Path) -> Journal:
 
 
 def _migrate(connection: sqlite3.Connection) -> None:
-    connection.execute("BEGIN IMMEDIATE")  # two that open a new journal at once: the second one waits, and finds it made
+    connection.execute(
+        "BEGIN IMMEDIATE"
+    )  # two that open a new journal at once: the second one waits, and finds it made
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > _SCHEMA_VERSION:
         connection.execute("ROLLBACK")

@@ -64,9 +64,10 @@ def resume(context: Context) -> State:
         return enter(context, "DIAGNOSING", "it died while nobody listened", incident_id=row.incident_id)
     if row.state in ("WAITING", "STARTING", "HELD"):
         return row.state
-    if row.state in ("DIAGNOSING", "VERIFYING") and info and info.state in ("EXITED", "FATAL"):
+    if info and info.state in watch.DEAD and not watch.is_diagnosed(context, info.stop_time):
+        context.launch_id = _planned_launch(context, row.incident_id)
         context.life = watch.unseen_life(context, 0)
-        return enter(context, "DIAGNOSING", "it died before it was seen", incident_id=row.incident_id)
+        return enter(context, "DIAGNOSING", "it died while nobody listened", incident_id=row.incident_id)
     context.journal.set_life(context.name, None)
     context.log_marks = life.mark_logs(watch.log_paths(context), context.log_marks)
     return enter(context, "WATCHING", "not running; a start by a person is looked after")
@@ -132,6 +133,10 @@ def waiting(context: Context) -> State:
     row, plan = _current(context)
     if plan.action == "hold":
         return _hold(context, row, plan.reason)
+    while event := watch.next_event(context, 0):  # a person may have been quicker
+        state = watch.after_event(context, event)
+        if state:
+            return state
     return enter(context, "STARTING", plan.reason, incident_id=row.id)
 
 
@@ -338,8 +343,9 @@ def _clear_away(context: Context, row: IncidentRow) -> State | None:
     incident = context.journal.incident(row.id)
     left = tuple(ref for ref in (*incident.orphans, *incident.tree) if processes.alive(ref))
     left = tuple({(ref.pid, ref.start_time): ref for ref in left}.values())
-    if not left:
-        return None
+    info = control.process_info(context.server, context.full_name)
+    if not left or (info and info.pid):
+        return None  # never while the program runs: then a person was quicker than we
     # vLLM gives its processes their names only once they run: the name is the one of now
     now = tuple(processes.process_ref(ref.pid) or ref for ref in left)
     names = ", ".join(f"{ref.name or 'process'} (pid {ref.pid})" for ref in now)

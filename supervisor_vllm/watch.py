@@ -16,6 +16,8 @@ from .journal import StartedBy, State
 
 #: A launch within this time of the listener's own start came with supervisord's start, not from a person.
 AUTOSTART_WINDOW_SEC = 10.0
+#: supervisord's states of a program that has died.
+DEAD = ("EXITED", "FATAL")
 
 
 def next_event(context: Context, timeout_sec: float | None) -> Event | None:
@@ -59,6 +61,9 @@ def _starting(context: Context, event: Event) -> State | None:
         return None
     if context.life and processes.alive(context.life.leader):
         return None  # the start of the life that is being watched: seen before its event came
+    info = control.process_info(context.server, context.full_name)
+    if info is None or info.state == "STOPPED" or (info.state in DEAD and is_diagnosed(context, info.stop_time)):
+        return None  # of a life that is over, and known: events that waited while the listener was away
     started_by = who_started(context, time.time(), event.from_state)
     _forget_life(context)
     context.launch_id = context.journal.add_launch(context.name, started_by, incident_id=_shadow_incident(context))
@@ -86,12 +91,25 @@ def _running(context: Context, event: Event) -> State | None:
 def _dead(context: Context, event: Event) -> State | None:
     if context.life is None and context.launch_id is None:
         return None  # the death of a life that was diagnosed already
-    if event.pid and context.life and context.life.leader.pid not in (0, event.pid):
-        return None
+    if context.life and not _is_of(context.life, event):
+        return None  # the death of an earlier life: an event that waited while the listener was away
     if context.life is None:
         context.life = unseen_life(context, event.pid or 0)
     row = context.journal.program(context.name)
     return enter(context, "DIAGNOSING", f"{event.name.lower()}; looking for the reason", incident_id=row.incident_id)
+
+
+def _is_of(born: Life, event: Event) -> bool:
+    """FATAL has no pid: then the life must really be over."""
+    if event.pid and born.leader.pid not in (0, event.pid):
+        return False
+    return not processes.alive(born.leader)
+
+
+def is_diagnosed(context: Context, stop_time: int) -> bool:
+    """Is the last death that supervisord knows of in the journal? (It keeps no pid of it, only the second.)"""
+    incidents = context.journal.incidents(context.name)
+    return bool(incidents) and incidents[-1].time >= stop_time
 
 
 def _stopped(context: Context, event: Event) -> State | None:
@@ -160,9 +178,10 @@ def begin_life(context: Context, leader: ProcessRef) -> None:
     assert context.launch_id is not None
     marks = context.log_marks or life.mark_logs(log_paths(context), ())
     born = life.begin(leader, marks, context.roots, launch_id=context.launch_id)
-    context.journal.set_launch_pid(context.launch_id, leader.pid)
+    with context.journal.transaction():
+        context.journal.set_launch_pid(context.launch_id, leader.pid)
+        watch(context, born)
     context.launch_id = None
-    watch(context, born)
 
 
 def watch(context: Context, born: Life) -> None:

@@ -145,6 +145,10 @@ class Host:
         log = (self.supervisord.directory / "supervisord.log").read_text()
         return log.count("spawned: 'vllm' with pid")
 
+    def listener_starts(self) -> int:
+        log = (self.supervisord.directory / "supervisord.log").read_text()
+        return log.count("spawned: 'supervisor-vllm' with pid")
+
     def processes_of(self, name: str) -> list[int]:
         """Pids of the stand-in's processes with this comm (`VLLM::Worker`) in the running program's group."""
         found = []
