@@ -13,7 +13,7 @@ from ..incident import CgroupMemory, GpuMemory, HostMemory, Incident, ProcessRef
 from . import cgroup, host, processes
 from .kernel_log import read_kernel_log
 from .roots import Roots
-from .vllm_log import LogPosition, last_life, mark_end, read_life, vllm_version
+from .vllm_log import LogPosition, last_life, mark_begin, mark_end, read_life, vllm_version
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ def orphans(life: Life) -> tuple[ProcessRef, ...]:
 def mark_logs(paths: tuple[str, ...], earlier: tuple[LogPosition, ...]) -> tuple[LogPosition, ...]:
     """Where the next life's log begins: the end of each file now; a file not known before counts from its start."""
     known = {mark.path for mark in earlier}
-    marks = (mark_end(path) for path in paths)
-    return tuple(mark if mark.path in known else dataclasses.replace(mark, offset=0) for mark in marks)
+    return tuple(mark_end(path) if path in known else mark_begin(path) for path in paths)
 
 
 def gather(

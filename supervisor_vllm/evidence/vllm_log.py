@@ -16,6 +16,7 @@ from .startup_facts import StartupFacts, startup_facts, vllm_version
 __all__ = [
     "LogPosition",
     "StartupFacts",
+    "mark_begin",
     "mark_end",
     "pids_in_log",
     "read_file",
@@ -57,6 +58,17 @@ def mark_end(path: str) -> LogPosition:
     except OSError:
         return LogPosition(path, 0, 0)
     return LogPosition(path, status.st_ino, status.st_size)
+
+
+def mark_begin(path: str) -> LogPosition:
+    """The oldest line that is still there, in the oldest backup: for a life that nobody saw beginning."""
+    oldest = mark_end(path)
+    for number in range(1, _MAX_BACKUPS + 1):
+        backup = mark_end(f"{path}.{number}")
+        if not backup.inode:
+            break
+        oldest = backup
+    return LogPosition(path, oldest.inode, 0)
 
 
 def read_life(positions: tuple[LogPosition, ...]) -> tuple[LogLine, ...]:
