@@ -180,7 +180,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from .listener import is_running
+    from .lock import is_running
     from .status import status_json
 
     config, journal = _open(arguments)

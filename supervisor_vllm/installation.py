@@ -351,7 +351,7 @@ def _program_findings(config: Config, item: ProgramConfig) -> Iterator[Finding]:
 
 
 def _state_findings(config: Config) -> Iterator[Finding]:
-    from .listener import is_running
+    from .lock import is_running
 
     try:
         mode = config.state_dir.lstat().st_mode & 0o777

@@ -8,7 +8,6 @@ supervisord's SIGTERM needs no farewell.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import re
@@ -26,10 +25,10 @@ from .control import Supervisord, connect
 from .errors import UserError
 from .inbox import STOP, TICK, Event, Inbox
 from .journal import make_state_dir, open_journal
+from .lock import take_lock
 from .recovery import look_after
 from .supervisord_conf import http_server, program, read_conf
 
-LOCK_NAME = "listener.lock"
 #: The pause before a recovery that met an unforeseen error (full disk, supervisord gone) is taken up again.
 RETRY_SEC = 5.0
 
@@ -46,7 +45,7 @@ def listen(config_path: Path) -> None:
     protocol_out = _take_stdout()
     config = load_config(config_path)
     make_state_dir(config.state_dir)
-    lock = _lock(config.state_dir)
+    lock = take_lock(config.state_dir)
     watchers = Watchers(config, _connection(config))
     watchers.update(config)
     say("listener", f"looks after {', '.join(watchers.inboxes) or 'no program'}")
@@ -79,33 +78,6 @@ def read_events(protocol_in: TextIO, protocol_out: TextIO) -> Iterator[tuple[str
         protocol_out.write("RESULT 2\nOK")
         protocol_out.flush()
         yield fields.get("eventname", ""), payload
-
-
-def _lock(state_dir: Path) -> int:
-    """One listener a state directory: two would both restart."""
-    fd = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"another listener already works on {state_dir}", hint="one [eventlistener:supervisor-vllm] is enough"
-        ) from None
-    return fd
-
-
-def is_running(state_dir: Path) -> bool:
-    """Does a listener hold the lock of this state directory?"""
-    try:
-        fd = os.open(state_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def _connection(config: Config) -> Supervisord:

@@ -1,4 +1,4 @@
-"""A whole host for the end-to-end tests: supervisord, a stand-in vLLM as the user's program, and supervisor-vllm on it."""
+"""A whole host for the end-to-end tests: supervisord, a stand-in vLLM as the user's program, supervisor-vllm on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from world import Gpus, Supervisord, chat, free_port, run_cli, set_figures, wait_until
+
+from supervisor_vllm.config_file import load_config
+from supervisor_vllm.journal import open_journal
+from supervisor_vllm.status import program_status
 
 #: Short times, so that a test takes seconds; a test's own settings win.
 QUICK = {
@@ -87,14 +91,20 @@ class Host:
     # -- what a user sees ----------------------------------------------------------------------------------------------
 
     def wait(self, reached: Callable[[dict[str, Any]], bool], what: str, limit_sec: float = 60.0) -> dict[str, Any]:
-        def look() -> dict[str, Any]:
-            status = self.status()
-            return status if reached(status) else {}
-
         try:
-            return wait_until(look, limit_sec, what, step_sec=0.3)
+            wait_until(lambda: reached(self._glance()), limit_sec, what, step_sec=0.1)
+            return self.status()
         except AssertionError as late:
             raise AssertionError(f"{late}\nnow: {self.status()}\n{self.listener_log()[-4000:]}") from None
+
+    def _glance(self) -> dict[str, Any]:
+        """What `status --json` says, without a process of its own for each look, and the number of incidents."""
+        config = load_config(self.supervisord.conf_dir / "supervisor-vllm.conf")
+        journal = open_journal(config.state_dir, read_only=True)
+        try:
+            return program_status(journal, config.program("vllm")) | {"incidents": len(journal.incidents("vllm"))}
+        finally:
+            journal.close()
 
     def wait_state(self, states: str | Sequence[str], limit_sec: float = 60.0, **but: Any) -> dict[str, Any]:
         wanted = (states,) if isinstance(states, str) else tuple(states)
@@ -107,7 +117,7 @@ class Host:
     def wait_healthy_again(self, incidents: int = 1, limit_sec: float = 60.0) -> dict[str, Any]:
         """HEALTHY, and so many deaths behind it."""
         return self.wait(
-            lambda status: status["state"] == "HEALTHY" and len(self.history()) >= incidents,
+            lambda status: status["state"] == "HEALTHY" and status["incidents"] >= incidents,
             f"vllm to be HEALTHY after {incidents} incident(s)",
             limit_sec,
         )

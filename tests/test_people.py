@@ -177,7 +177,7 @@ def test_settings_edited_by_hand_count_and_wrong_ones_are_named(vllm_host: MakeH
 
 def test_shadow_mode_changes_nothing(vllm_host: MakeHost) -> None:
     host = tight_host(vllm_host, startretries=1).start(mode="shadow")
-    status = host.wait(lambda status: bool(host.history()), "the first incident")
+    status = host.wait(lambda status: status["incidents"] > 0, "the first incident")
     assert host.override is None
     (first, *_) = host.history()
     assert first["plan"]["changes"][0]["flag"] == "--max-model-len"
