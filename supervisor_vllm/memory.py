@@ -9,15 +9,17 @@ from . import launch, watch
 from .context import Context
 from .errors import UserError
 from .evidence import device, host
-from .incident import GpuMemory, Incident, Numbers, Plan
+from .incident import Change, GpuMemory, Incident, Numbers, Plan
 from .journal import IncidentRow
-from .policy.flags import default_utilization
+from .policy.flags import UTILIZATION, default_utilization
 from .policy.launch_command import parse_launch
 from .target import program_environment
 from .units import gib
 
 #: Of the host memory that was available when the life began, this much must be available again.
 _HOST_SHARE = 0.9
+#: Of the device, over what vLLM's start check wants, before a neighbour counts as gone.
+_NEIGHBOUR_MARGIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,30 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
     if plan.action == "wait":
         planned = None  # what is waited for is room for the unchanged command
     text = planned or parsed.get("--gpu-memory-utilization")
-    fraction = float(text) if text else default_utilization(incident.vllm_version)
+    fraction = _fraction(text, incident.vllm_version)
     overhead = _overhead_bytes(incident, row.verdict.numbers) if plan.action == "wait" and plan.changes else 0
     return dataclasses.replace(need, fraction=fraction, overhead_bytes=overhead)
+
+
+def without_neighbours(context: Context, row: IncidentRow) -> tuple[Change, ...]:
+    """The changes that take back what was given way to a neighbour, where its memory is free now."""
+    given_way = [
+        (learned.change, context.journal.incident_row(learned.incident_id))
+        for learned in context.journal.learned(context.name)
+        if learned.change.flag == UTILIZATION and learned.incident_id is not None
+    ]
+    for change, learned_from in given_way:
+        if learned_from.verdict.kind != "gpu_neighbour" or row.verdict.kind.startswith("gpu_"):
+            continue
+        incident = context.journal.incident(learned_from.id)
+        fraction = _fraction(change.from_, incident.vllm_version)
+        overhead = int(learned_from.verdict.numbers.get("overhead_bytes", 0))
+        need = Need(device.on_cpu_backend(incident.log), 0, min(1.0, fraction + _NEIGHBOUR_MARGIN), overhead)
+        reading = measure(context, need)
+        if reading.numbers and reading.shortfall is None:
+            why = "the neighbour's memory is free again: your own value"
+            return (Change(UTILIZATION, change.to, change.from_, why),)
+    return ()
 
 
 def measure(context: Context, need: Need) -> Reading:
@@ -113,7 +136,8 @@ def _numbers(memory: GpuMemory | None, need: Need) -> Numbers:
         return {}
     holders = [dataclasses.asdict(holder) for holder in memory.holders]
     free_bytes = max(0, memory.free_bytes - need.overhead_bytes)
-    return {"free_bytes": free_bytes, "total_bytes": memory.total_bytes, "holders": holders}
+    numbers = {"free_bytes": free_bytes, "total_bytes": memory.total_bytes, "holders": holders}
+    return numbers | ({"overhead_bytes": need.overhead_bytes} if need.overhead_bytes else {})
 
 
 def _sentence(memory: GpuMemory, need: Need) -> str:
@@ -127,6 +151,14 @@ def _sentence(memory: GpuMemory, need: Need) -> str:
         )
         text += f"; held by {held}"
     return text
+
+
+def _fraction(text: str | None, version: str | None) -> float:
+    """The default where the flag is absent, or an expansion that isn't known here."""
+    try:
+        return float(text) if text else default_utilization(version)
+    except ValueError:
+        return default_utilization(version)
 
 
 def _number(text: str | None) -> int:

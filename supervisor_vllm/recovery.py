@@ -133,6 +133,12 @@ def waiting(context: Context) -> State:
     row, plan = _current(context)
     if plan.action == "hold":
         return _hold(context, row, plan.reason)
+    restored = memory.without_neighbours(context, row)
+    if restored:
+        plan = dataclasses.replace(
+            plan, changes=(*plan.changes, *restored), reason=f"{plan.reason}; {restored[0].flag}: {restored[0].why}"
+        )
+        context.journal.set_plan(row.id, row.verdict, plan)
     while event := watch.next_event(context, 0):  # a person may have been quicker
         state = watch.after_event(context, event)
         if state:

@@ -89,6 +89,21 @@ def test_a_neighbour_that_stays_is_given_way_to(vllm_host: MakeHost) -> None:
         assert host.complete()
 
 
+def test_what_was_given_way_to_a_neighbour_comes_back_when_it_has_left(vllm_host: MakeHost) -> None:
+    host = vllm_host(gpu_bytes=24 * GIB, figures={"weights_bytes": 8 * GIB}, flags="--max-model-len 2048")
+    with host.gpus.neighbour(6 * GIB):
+        host.start()
+        assert host.wait_state("HEALTHY")["changes"]
+        kill(host.pid)
+        assert host.wait_healthy_again(2)["changes"], "it is still there"
+    kill(host.pid)
+    status = host.wait_healthy_again(3)
+    assert status["changes"] == []
+    assert host.override_command() is None
+    (change,) = host.history()[-1]["plan"]["changes"]
+    assert (change["from"], change["to"]) == ("0.74", None)
+
+
 def test_a_death_before_startsecs(vllm_host: MakeHost) -> None:
     """supervisord says FATAL, not EXITED."""
     host = vllm_host(
