@@ -9,7 +9,7 @@ from . import launch, watch
 from .context import Context
 from .errors import UserError
 from .evidence import device, host
-from .incident import Change, GpuMemory, Incident, Numbers, Plan
+from .incident import Change, GpuMemory, Incident, Numbers, Plan, Verdict
 from .journal import IncidentRow
 from .policy.flags import UTILIZATION, default_utilization
 from .policy.launch_command import parse_launch
@@ -44,6 +44,20 @@ class Reading:
 
 def read_devices(context: Context, incident: Incident) -> tuple[GpuMemory, ...]:
     return _read(context, device.on_cpu_backend(incident.log))
+
+
+def with_device_numbers(verdict: Verdict, incident: Incident) -> Verdict:
+    """The verdict with the tightest device's total and free memory, where its own evidence has none. What the dead server
+    and its orphans hold counts as free: they are ended before the next launch."""
+    if not incident.gpus or "total_bytes" in verdict.numbers or not verdict.kind.startswith("gpu_"):
+        return verdict
+
+    def free_bytes(memory: GpuMemory) -> int:
+        return memory.free_bytes + sum(holder.bytes or 0 for holder in memory.holders if holder.owner != "neighbour")
+
+    tightest = min(incident.gpus, key=free_bytes)
+    numbers = {"total_bytes": tightest.total_bytes, "free_bytes": free_bytes(tightest), **verdict.numbers}
+    return dataclasses.replace(verdict, numbers=numbers)
 
 
 def note_baseline(context: Context) -> None:

@@ -109,7 +109,7 @@ def diagnosing(context: Context) -> State:
     verdict = classify(incident)
     if incident.gpus == () and verdict.kind.startswith("gpu_"):
         incident = _with_devices(context, incident)
-        verdict = classify(incident)
+        verdict = memory.with_device_numbers(classify(incident), incident)
     return _decide(context, incident, verdict)
 
 

@@ -89,6 +89,17 @@ def test_a_neighbour_that_stays_is_given_way_to(vllm_host: MakeHost) -> None:
         assert host.complete()
 
 
+def test_utilisation_goes_up_only_as_far_as_a_neighbour_leaves_memory(vllm_host: MakeHost) -> None:
+    flags = "--gpu-memory-utilization 0.55 --max-model-len 2048"
+    host = vllm_host(gpu_bytes=24 * GIB, figures={"weights_bytes": 14 * GIB}, flags=flags)
+    with host.gpus.neighbour(4 * GIB):
+        host.start()
+        status = host.wait_state("HEALTHY")
+    assert status["verdict"]["kind"] == "gpu_kv_none"
+    # 20 of 24 GiB are free: 0.83, less the margin of the start check
+    assert status["changes"][0]["to"] == "0.82"
+
+
 def test_what_was_given_way_to_a_neighbour_comes_back_when_it_has_left(vllm_host: MakeHost) -> None:
     host = vllm_host(gpu_bytes=24 * GIB, figures={"weights_bytes": 8 * GIB}, flags="--max-model-len 2048")
     with host.gpus.neighbour(6 * GIB):
