@@ -419,7 +419,8 @@ def _wait_for_memory(context: Context, row: IncidentRow, plan: Plan) -> State | 
         if reading.shortfall is None:
             break
         if time.monotonic() >= deadline:
-            say(context.name, f"memory is not free after the time-out: {reading.shortfall}")
+            limit = f"{context.settings.memory_release_timeout_sec:g} s"
+            enter(context, "WAITING", f"memory is not free after {limit}: {reading.shortfall}", incident_id=row.id)
             break
         if not said:
             enter(
