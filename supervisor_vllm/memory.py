@@ -47,8 +47,8 @@ def read_devices(context: Context, incident: Incident) -> tuple[GpuMemory, ...]:
 
 
 def with_device_numbers(verdict: Verdict, incident: Incident) -> Verdict:
-    """The verdict with the tightest device's total and free memory, where its own evidence has none. What the dead server
-    and its orphans hold counts as free: they are ended before the next launch."""
+    """The verdict with the tightest device's total and free memory, where its own evidence has none. What the dead
+    server and its orphans hold counts as free: they are ended before the next launch."""
     if not incident.gpus or "total_bytes" in verdict.numbers or not verdict.kind.startswith("gpu_"):
         return verdict
 

@@ -17,7 +17,7 @@ MakeHost = Callable[..., Host]
 GPU_BYTES = 24 * GIB
 
 
-# -- memory, kind by kind --------------------------------------------------------------------------------------------------
+# -- memory, kind by kind ----------------------------------------------------------------------------------------------
 
 
 #: kind → the hidden figures of the model, the user's flags, the flag that must move, deaths until it fits (at most)
@@ -89,3 +89,12 @@ def test_weights_that_do_not_fit_are_held_with_the_arithmetic(vllm_host: MakeHos
     assert "GiB" in status["reason"]
     assert host.history()[0]["launches"] == 0
     assert host.override_command() is None
+
+
+def test_the_drivers_own_words_without_a_phase(vllm_host: MakeHost) -> None:
+    fault = {"where": "startup", "what": "out_of_memory", "times": 1}
+    host = vllm_host(figures={"weights_bytes": 8 * GIB, "fault": fault}, gpu_bytes=GPU_BYTES).start()
+    status = host.wait_state("HEALTHY")
+    (incident,) = host.history()
+    assert incident["verdict"]["kind"] == "gpu_oom"
+    assert [(change["flag"], change["to"]) for change in status["changes"]] == [("--gpu-memory-utilization", "0.87")]

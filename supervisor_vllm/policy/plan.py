@@ -329,7 +329,7 @@ def _shm(s: Situation) -> Plan:
     figures = f" ({gib(required)} required, {gib(free)} free)" if required and free is not None else ""
     return Plan(
         "hold",
-        f"/dev/shm is full{figures}: enlarge it (mount -o remount,size=… /dev/shm; in a container --shm-size, --ipc=host)",
+        f"/dev/shm is full{figures}: enlarge it (mount -o remount,size=… /dev/shm; in a container --shm-size)",
     )
 
 
