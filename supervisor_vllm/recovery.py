@@ -287,7 +287,7 @@ def _decide(context: Context, incident: Incident, verdict: Verdict) -> State:
         state: State = "WAITING"
         reason = f"{verdict.kind}: {plan.reason}"
         if plan.action == "none":
-            context.journal.close_incident(incident_id, "none")
+            context.journal.close_incident(incident_id, "held")  # it stays down until a person starts it
             state = "WATCHING"
         elif context.settings.mode == "shadow":
             state, reason = "WATCHING", f"shadow mode: would {plan.action}: {plan.reason}"
