@@ -20,6 +20,12 @@ AUTOSTART_WINDOW_SEC = 10.0
 DEAD = ("EXITED", "FATAL")
 
 
+def wait(context: Context, timeout_sec: float | None) -> State | None:
+    """Wait for one event or the time; the state that a person, a death or a tick leads to."""
+    event = next_event(context, timeout_sec)
+    return after_event(context, event) if event else None
+
+
 def next_event(context: Context, timeout_sec: float | None) -> Event | None:
     """The next event for a step to judge; None when the time is over.
 

@@ -63,6 +63,12 @@ def mark_logs(paths: tuple[str, ...], earlier: tuple[LogPosition, ...]) -> tuple
     return tuple(mark_end(path) if path in known else mark_begin(path) for path in paths)
 
 
+def marks_of(paths: tuple[str, ...], marks: tuple[LogPosition, ...]) -> tuple[LogPosition, ...]:
+    """The marks of these files; one that has none counts from its start."""
+    known = {mark.path: mark for mark in marks}
+    return tuple(known.get(path) or mark_begin(path) for path in paths)
+
+
 def gather(
     life: Life,
     roots: Roots,

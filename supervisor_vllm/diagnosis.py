@@ -1,0 +1,117 @@
+"""From a death to a plan: the evidence is gathered, judged, answered, and all of it written down together."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+
+from . import control, launch, memory
+from .classify import classify
+from .context import Context, enter, say
+from .errors import UserError
+from .evidence import device, exit_status, life
+from .evidence.life import Life
+from .incident import Incident, Plan, Verdict
+from .journal import State
+from .policy.launch_command import redact
+from .policy.plan import Attempt, plan_next
+from .redaction import for_journal
+
+
+def diagnose(context: Context) -> State:
+    """The death of the life that was watched. Reading it again after a crash gives the same."""
+    assert context.life is not None
+    incident = _gather(context, context.life)
+    verdict = classify(incident)
+    if incident.gpus == () and verdict.kind.startswith("gpu_"):
+        incident = _with_devices(context, incident)
+        verdict = memory.with_device_numbers(classify(incident), incident)
+    return _decide(context, incident, verdict)
+
+
+def hung(context: Context, reason: str) -> State:
+    """Alive, but it doesn't answer: an incident like a death. It is stopped after that is written down."""
+    assert context.life is not None
+    incident = _gather(context, context.life, alive=True)
+    verdict = Verdict("hung", "likely", reason)
+    return _decide(context, incident, verdict)
+
+
+def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
+    status, signal = (None, None)
+    if not alive:
+        log = control.main_log_tail(context.server)
+        status, signal = exit_status.exit_in_log(log, context.full_name.partition(":")[2], dead.leader.pid)
+    incident = life.gather(
+        dead,
+        context.roots,
+        program=context.name,
+        time=datetime.now().astimezone().isoformat(timespec="milliseconds"),
+        command=_command_text(context),
+        exit_status=status,
+        signal=signal,
+        stop_requested=False,
+    )
+    return dataclasses.replace(incident, orphans=()) if alive else incident
+
+
+def _with_devices(context: Context, incident: Incident) -> Incident:
+    devices = memory.read_devices(context, incident)
+    return dataclasses.replace(incident, gpus=device.name_holders(devices, own=incident.tree, orphans=incident.orphans))
+
+
+def _decide(context: Context, incident: Incident, verdict: Verdict) -> State:
+    """The plan, and the incident with both into the journal: one transaction, after which the dead life is history."""
+    dead = context.life
+    assert dead is not None
+    plan = plan_for(context, verdict, incident, waited=False)
+    with context.journal.transaction():
+        _close_previous(context, dead)
+        incident_id = context.journal.add_incident(for_journal(incident), verdict, plan_for_journal(plan))
+        context.journal.set_life(context.name, None)
+        context.journal.set_served(context.name, None)
+        say(context.name, f"{verdict.kind} ({verdict.confidence}): {verdict.summary}")
+        state: State = "WAITING"
+        reason = f"{verdict.kind}: {plan.reason}"
+        if plan.action == "none":
+            context.journal.close_incident(incident_id, "held")  # it stays down until a person starts it
+            state = "WATCHING"
+        elif context.settings.mode == "shadow":
+            state, reason = "WATCHING", f"shadow mode: would {plan.action}: {plan.reason}"
+        enter(context, state, reason, incident_id=incident_id)
+    context.life = None
+    return state
+
+
+def plan_for(context: Context, verdict: Verdict, incident: Incident, *, waited: bool) -> Plan:
+    attempts = tuple(
+        Attempt(row.verdict.kind, row.plan.changes) for row in context.journal.incidents_since_healthy(context.name)
+    )
+    return plan_next(
+        verdict,
+        _command_text(context),
+        context.settings,
+        attempts=attempts[:-1] if waited else attempts,
+        waited=waited,
+        vllm_version=incident.vllm_version,
+    )
+
+
+def _close_previous(context: Context, dead: Life) -> None:
+    """The incident whose launch has just died: healthy for a while, or died again on the way."""
+    if dead.launch_id is None:
+        return
+    earlier = context.journal.launch(dead.launch_id)
+    if earlier.incident_id is not None and earlier.healthy_time is None:
+        context.journal.close_incident(earlier.incident_id, "died again")
+
+
+def _command_text(context: Context) -> str:
+    try:
+        return launch.current_command(context)
+    except UserError:
+        return ""
+
+
+def plan_for_journal(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, command=redact(plan.command))
