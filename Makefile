@@ -58,4 +58,4 @@ $(VLLM_VENV)/.ready: Makefile | $(VENV)/.ready
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -242,6 +242,7 @@ def tree(stage: Stage) -> dict[str, psutil.Process]:
         name = process.name()
         if name.startswith("VLLM::"):
             found["Worker" if "Worker" in name else "EngineCore"] = process
+    expect({"Worker", "EngineCore"} <= set(found), f"vLLM's processes were not found, only {', '.join(found)}")
     return found
 
 
@@ -302,11 +303,11 @@ def scene_kernel_kill(stage: Stage) -> str:
     before = len(history(stage))
     processes = tree(stage)
     with memory_cgroup() as group:
-        if group is None:
+        if group is None or not put_into(group, processes["Worker"].pid):
+            group = None
             CONSOLE.print("    no root or no memory cgroup here: played with SIGKILL of the worker instead")
             processes["Worker"].kill()
         else:
-            put_into(group, processes["Worker"].pid)
             CONSOLE.print("    the worker is in a memory cgroup without room; now a completion that needs some")
             deadline = time.monotonic() + 60
             while processes["Worker"].is_running() and time.monotonic() < deadline:
@@ -326,27 +327,43 @@ def scene_kernel_kill(stage: Stage) -> str:
 def memory_cgroup() -> Iterator[Path | None]:
     """A memory cgroup (version 1 or 2) with room for nothing; None where there can't be one."""
     name = f"supervisor-vllm-demo-{os.getpid()}"
-    for base, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+    for base, limits in (
+        ("/sys/fs/cgroup/memory", {"memory.limit_in_bytes": "1048576", "memory.swappiness": "0"}),
+        ("/sys/fs/cgroup", {"memory.max": "1048576", "memory.swap.max": "0"}),
+    ):
         group = Path(base) / name
         try:
-            if limit == "memory.max":
-                (Path(base) / "cgroup.subtree_control").write_text("+memory")
             group.mkdir()
         except OSError:
             continue
-        if (group / limit).exists():
-            (group / limit).write_text("1048576")
-            try:
+        try:
+            if limit_memory(group, limits):
                 yield group
-            finally:
-                remove_cgroup(group)
-            return
-        group.rmdir()
+                return
+        finally:
+            remove_cgroup(group)
     yield None
 
 
-def put_into(group: Path, pid: int) -> None:
-    (group / "cgroup.procs").write_text(str(pid))
+def limit_memory(group: Path, limits: dict[str, str]) -> bool:
+    """False: no memory controller here (on version 2 the parent must have handed it down). Without swap the kernel can
+    only kill; a host without swap has no such file."""
+    first, second = limits
+    try:
+        (group / first).write_text(limits[first])
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        (group / second).write_text(limits[second])
+    return True
+
+
+def put_into(group: Path, pid: int) -> bool:
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        return False
+    return True
 
 
 def remove_cgroup(group: Path) -> None:
@@ -405,7 +422,8 @@ def main() -> int:
     parser.add_argument("--vllm-python", type=Path, required=True, help="an interpreter with vLLM's CPU build")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome of each scene there")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the end below comes then, too
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda signum, _: sys.exit(128 + signum))  # so that the end below comes then, too
     directory = Path(tempfile.mkdtemp(prefix="sv-demo-"))  # short: a unix socket's path has 107 bytes at most
     stage = Stage(directory, directory / "model", arguments.vllm_python, free_port())
     try:
@@ -420,6 +438,8 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C doesn't interrupt the cleaning up
         take_down(stage)
         shutil.rmtree(directory, ignore_errors=True)
         CONSOLE.print("nothing is left running")
