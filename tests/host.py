@@ -102,7 +102,8 @@ class Host:
         config = load_config(self.supervisord.conf_dir / "supervisor-vllm.conf")
         journal = open_journal(config.state_dir, read_only=True)
         try:
-            return program_status(journal, config.program("vllm")) | {"incidents": len(journal.incidents("vllm"))}
+            incidents = len(journal.incidents("vllm"))  # before the state, which then is of after them
+            return program_status(journal, config.program("vllm")) | {"incidents": incidents}
         finally:
             journal.close()
 
