@@ -76,7 +76,17 @@ def _is_ours(path: Path) -> bool:
 
 def load_config(path: Path) -> Config:
     """Raises UserError with file, section and name for anything that is wrong."""
-    parser = _read(path)
+    try:
+        return parse_config(path, path.read_text(encoding="utf-8"))
+    except OSError as why:
+        raise UserError(f"{path} can't be read: {why.strerror}") from None
+    except UnicodeError as why:
+        raise UserError(f"{path}: {why}") from None
+
+
+def parse_config(path: Path, text: str) -> Config:
+    """What the text of that file would mean."""
+    parser = _parse(path, text)
     if not parser.has_section(COMMON):
         raise UserError(f"{path} has no section [{COMMON}]", hint="run supervisor-vllm init again")
     common = parser[COMMON]
@@ -91,15 +101,12 @@ def load_config(path: Path) -> Config:
     return Config(path, Path(common["state_dir"]), Path(common["supervisord_conf"]), programs)
 
 
-def _read(path: Path) -> configparser.RawConfigParser:
+def _parse(path: Path, text: str) -> configparser.RawConfigParser:
     # As supervisord's own parser reads it (supervisor 4.3.0 options.py, UnhosedConfigParser).
     parser = configparser.RawConfigParser(inline_comment_prefixes=(";", "#"), strict=False)
     try:
-        with path.open(encoding="utf-8") as lines:
-            parser.read_file(lines)
-    except OSError as why:
-        raise UserError(f"{path} can't be read: {why.strerror}") from None
-    except (configparser.Error, UnicodeError) as why:
+        parser.read_string(text, source=str(path))
+    except configparser.Error as why:
         raise UserError(f"{path}: {' '.join(str(why).split())}") from None
     return parser
 
@@ -136,15 +143,15 @@ def edited(
     parse_settings(settings)
     updater = ConfigUpdater()
     updater.read_string(before if before is not None else _new_file(path, state_dir, supervisord_conf))
-    updater[COMMON]["state_dir"].value = str(state_dir)
-    updater[COMMON]["supervisord_conf"].value = str(supervisord_conf)
-    updater[LISTENER]["command"].value = listener_command(path)
-    updater[LISTENER]["stderr_logfile"].value = _doubled(str(state_dir / "listener.log"))
+    _set(updater[COMMON], "state_dir", str(state_dir))
+    _set(updater[COMMON], "supervisord_conf", str(supervisord_conf))
+    _set(updater[LISTENER], "command", listener_command(path))
+    _set(updater[LISTENER], "stderr_logfile", _doubled(str(state_dir / "listener.log")))
     section = PROGRAM_PREFIX + program
     if not updater.has_section(section):
         new = ConfigUpdater()
-        new.read_string(_new_section(section, override_name))
-        updater[updater.sections()[-1]].add_after.section(new[section].detach())
+        new.read_string(_new_section(section, override_name, settings))
+        updater[updater.sections()[-1]].add_after.space(1).section(new[section].detach())
     for name, value in {"override": override_name, **settings}.items():
         _set(updater[section], name, value)
     return str(updater)
@@ -208,7 +215,8 @@ supervisord_conf={supervisord_conf}
 """
 
 
-def _new_section(section: str, override_name: str) -> str:
+def _new_section(section: str, override_name: str, settings: Mapping[str, str]) -> str:
+    """Every setting with its meaning; those that aren't given as comments with their defaults."""
     lines = [
         "",
         f"[{section}]",
@@ -216,5 +224,9 @@ def _new_section(section: str, override_name: str) -> str:
         f"override={override_name}",
     ]
     for setting in TABLE:
-        lines += [f"; {setting.help}", f"; {setting.name}={setting.default_text}"]
+        given = settings.get(setting.name)
+        lines += [
+            f"; {setting.help}",
+            f"; {setting.name}={setting.default_text}" if given is None else f"{setting.name}={given}",
+        ]
     return "\n".join(lines) + "\n"

@@ -108,6 +108,7 @@ def _close_previous(context: Context, dead: Life) -> None:
 
 def _command_text(context: Context) -> str:
     try:
+        launch.adopt_hand_edits(context)
         return launch.current_command(context)
     except UserError:
         return ""

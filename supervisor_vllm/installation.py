@@ -19,7 +19,6 @@ from .errors import UserError
 from .incident import Change
 from .journal import make_state_dir, open_journal
 from .policy.launch_command import parse_launch
-from .settings import parse_settings
 from .supervisord_conf import ProgramSection, SupervisordConf, find_main_file, http_server, program, read_conf
 
 
@@ -68,7 +67,7 @@ def init(
         supervisord_conf=main_file,
         settings=settings,
     )
-    shadow = parse_settings(settings).mode == "shadow"
+    shadow = config_file.parse_config(path, text).program(program).settings.mode == "shadow"
     findings = list(_findings(read_conf(main_file, skip=(override_path,)), section))
     make_state_dir(state)
     changed = _write_all(path, text, override_path, None if shadow else section, state)

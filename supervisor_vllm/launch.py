@@ -7,6 +7,7 @@ from .context import Context, say
 from .control import ControlError
 from .errors import UserError
 from .incident import Change
+from .policy.learned import changes_between
 from .supervisord_conf import ProgramSection, program, read_conf
 
 
@@ -20,6 +21,21 @@ def learned_changes(context: Context, base_command: str) -> tuple[Change, ...]:
     """What was learned, without what the user has changed by hand since."""
     changes = tuple(row.change for row in context.journal.learned(context.name))
     return override.still_valid(base_command, changes)
+
+
+def adopt_hand_edits(context: Context) -> None:
+    """People edit the override, or delete it: what it says now is what was learned. Not where it was built from a
+    command that the user has edited since: then it is rebuilt (`follow_user_file`)."""
+    section = user_section(context)
+    learned = learned_changes(context, section.command)
+    text = override.read_text(context.program.override_path)
+    command = override.read_command(text) if text else None
+    if text and command is not None and not override.is_built_from(text, section.command):
+        return
+    now = changes_between(section.command, command, learned) if command is not None else ()
+    if set(now) != set(learned):
+        context.journal.replace_learned(context.name, now, incident_id=None)
+        say(context.name, "the override was edited by hand: what it says counts from now on")
 
 
 def current_command(context: Context) -> str:
@@ -80,15 +96,16 @@ def follow_user_file(context: Context) -> str | None:
     edit of the user's command must not be hidden by it. Returns a sentence when the program's section is gone."""
     path = context.program.override_path
     before = override.read_text(path)
-    if before is None:
-        return None
     try:
         section = user_section(context)
+        adopt_hand_edits(context)
     except UserError as why:
+        if before is None:
+            return None
         override.remove_file(path)
         say(context.name, f"override removed: {why}")
         return f"its section is gone from the configuration ({why}); the override was removed"
-    if override.built_from(before) is None or override.is_built_from(before, section.command):
+    if before is None or override.built_from(before) is None or override.is_built_from(before, section.command):
         return None
     changes = learned_changes(context, section.command)
     context.journal.replace_learned(context.name, changes, incident_id=None)

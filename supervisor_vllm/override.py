@@ -6,6 +6,7 @@ would race the listener with the old arguments), and holds `command=` only while
 
 from __future__ import annotations
 
+import configparser
 import os
 import tempfile
 from collections.abc import Iterable
@@ -79,6 +80,16 @@ def built_from(text: str) -> str | None:
 
 def is_built_from(text: str, base_command: str) -> bool:
     return built_from(text) == _one_line(redact(base_command))
+
+
+def read_command(text: str) -> str | None:
+    """The raw command that the override's text holds, as supervisord reads it; None where it holds none."""
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(";", "#"), strict=False)
+    try:
+        parser.read_string(text)
+    except configparser.Error:
+        return None
+    return next((parser[name]["command"] for name in parser.sections() if "command" in parser[name]), None)
 
 
 def read_text(path: Path) -> str | None:

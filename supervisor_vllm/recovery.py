@@ -165,6 +165,7 @@ def verifying(context: Context) -> State:
     settings = context.settings
     incident_id = context.journal.program(context.name).incident_id
     deadline = context.journal.launches(context.name)[-1].time + settings.load_timeout_sec
+    launch.adopt_hand_edits(context)
     target = health_target(context.section, launch.current_command(context), settings)
     failed_checks = 0
     while True:

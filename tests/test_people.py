@@ -205,3 +205,28 @@ def test_the_api_key_is_used_and_written_nowhere(vllm_host: MakeHost) -> None:
     written = b"".join(file.read_bytes() for file in host.state_dir.iterdir() if file.is_file())
     assert key.encode() not in written
     assert key not in json.dumps(host.history()) + json.dumps(host.status())
+
+
+def test_an_edit_of_the_override_counts(vllm_host: MakeHost) -> None:
+    host = tight_host(vllm_host).start()
+    host.wait_state("HEALTHY")
+    assert host.override is not None
+    host.override.write_text(
+        re.sub(r"--max-model-len \d+ --max", "--max-model-len 5000 --max", host.override.read_text())
+    )
+    host.supervisord.ctl("update")
+    status = host.wait(lambda status: (status["served"] or {}).get("max_model_len") == 5000, "the edit to be served")
+    (change,) = status["changes"]
+    assert (change["from"], change["to"]) == ("32768", "5000")
+    assert "by hand" in change["why"]
+    os.kill(host.pid, signal.SIGKILL)
+    host.wait_healthy_again(2)
+    assert "--max-model-len 5000" in str(host.override_command())
+
+
+def test_deleting_the_override_undoes_everything_in_it(vllm_host: MakeHost) -> None:
+    host = tight_host(vllm_host).start()
+    host.wait_state("HEALTHY")
+    assert host.override is not None
+    host.override.unlink()
+    host.wait(lambda status: status["changes"] == [], "the learned changes to go")

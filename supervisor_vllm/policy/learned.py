@@ -5,6 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 from ..incident import Change
+from .launch_command import parse_launch
+
+
+def changes_between(base_command: str, command: str, learned: tuple[Change, ...]) -> tuple[Change, ...]:
+    """The changes that lead from the user's command to this one, which a person may have edited by hand. What was
+    learned keeps its reason."""
+    base, now = parse_launch(base_command), parse_launch(command)
+    names = dict.fromkeys(argument.name for argument in (*base.arguments, *now.arguments))
+    known = {(change.flag, change.to): change for change in learned}
+    found = []
+    for flag in (f"--{name}" for name in names):
+        if base.get(flag) != now.get(flag):
+            made = Change(flag, base.get(flag), now.get(flag), "edited by hand in the override")
+            found.append(known.get((flag, made.to), made))
+    return tuple(found)
 
 
 def merge_learned(learned: tuple[Change, ...], changes: tuple[Change, ...]) -> tuple[Change, ...]:
