@@ -105,7 +105,7 @@ def follow_user_file(context: Context) -> str | None:
         override.remove_file(path)
         say(context.name, f"override removed: {why}")
         return f"its section is gone from the configuration ({why}); the override was removed"
-    if before is None or override.built_from(before) is None or override.is_built_from(before, section.command):
+    if before is None or not override.has_base(before) or override.is_built_from(before, section.command):
         return None
     changes = learned_changes(context, section.command)
     context.journal.replace_learned(context.name, changes, incident_id=None)

@@ -7,6 +7,7 @@ would race the listener with the old arguments), and holds `command=` only while
 from __future__ import annotations
 
 import configparser
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from .incident import Change
 from .policy.launch_command import parse_launch, redact, with_flag
 from .supervisord_conf import ProgramSection
 
-_BASE_PREFIX = "; base command: "
+_BASE_PREFIX = "; base command ("
 
 
 def apply_changes(base_command: str, changes: Iterable[Change]) -> str:
@@ -46,7 +47,7 @@ def render_override(section: ProgramSection, changes: tuple[Change, ...]) -> str
         ),
     ]
     if changes:
-        lines.append(_BASE_PREFIX + _one_line(redact(section.command)))
+        lines.append(_base_line(section.command) + _one_line(redact(section.command)))
     lines += [
         f"[program:{section.name}]",
         "; restarts are the listener's: supervisord's own would come with the old arguments",
@@ -70,16 +71,19 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def built_from(text: str) -> str | None:
-    """The base command (redacted, on one line) that an override was built from; None where it holds no command."""
-    for line in text.splitlines():
-        if line.startswith(_BASE_PREFIX):
-            return line.removeprefix(_BASE_PREFIX)
-    return None
+def has_base(text: str) -> bool:
+    """Does the override hold a command, built from one of the user's?"""
+    return any(line.startswith(_BASE_PREFIX) for line in text.splitlines())
 
 
 def is_built_from(text: str, base_command: str) -> bool:
-    return built_from(text) == _one_line(redact(base_command))
+    """From this very command: told by its digest, which no hand edit of the override changes."""
+    return any(line.startswith(_base_line(base_command)) for line in text.splitlines())
+
+
+def _base_line(base_command: str) -> str:
+    digest = hashlib.sha256(_one_line(base_command).encode()).hexdigest()[:12]
+    return f"{_BASE_PREFIX}{digest}): "
 
 
 def read_command(text: str) -> str | None:

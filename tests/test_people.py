@@ -212,6 +212,7 @@ def test_an_edit_of_the_override_counts(vllm_host: MakeHost) -> None:
     host.wait_state("HEALTHY")
     assert host.override is not None
     host.override.write_text(
+        # as with sed, over the whole file
         re.sub(r"--max-model-len \d+ --max", "--max-model-len 5000 --max", host.override.read_text())
     )
     host.supervisord.ctl("update")
