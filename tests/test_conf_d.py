@@ -13,6 +13,7 @@ from supervisor_vllm.incident import Change
 from supervisor_vllm.supervisord_conf import program, read_conf
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "conf.d"
+OVERRIDE = "zz-supervisor-vllm-vllm.conf"
 CHANGE = Change("--max-model-len", "32768", "20480", "vLLM's own estimate of what fits is 20480")
 
 
@@ -32,7 +33,7 @@ def test_the_settings_file_is_what_init_writes() -> None:
         None,
         path,
         program="vllm",
-        override_name="zz-supervisor-vllm-vllm.conf",
+        override_name=OVERRIDE,
         state_dir=Path("/var/lib/supervisor-vllm"),
         supervisord_conf=Path("/etc/supervisor/supervisord.conf"),
         settings={},
@@ -42,7 +43,7 @@ def test_the_settings_file_is_what_init_writes() -> None:
 
 def test_the_override_is_what_a_change_writes(tmp_path: Path) -> None:
     text = override.render_override(section_of(tmp_path), (CHANGE,))
-    assert example("zz-supervisor-vllm-vllm.conf") == text.replace(str(EXAMPLES), "/etc/supervisor/conf.d")
+    assert example(OVERRIDE) == text.replace(str(EXAMPLES), "/etc/supervisor/conf.d")
 
 
 def test_supervisord_runs_them(supervisord: Supervisord, gpus: Gpus, model_dir) -> None:
@@ -64,6 +65,9 @@ def test_supervisord_runs_them(supervisord: Supervisord, gpus: Gpus, model_dir) 
         for place, here in places.items():
             text = text.replace(place, here)
         supervisord.write(file.name, text)
+    # the digest in the override's header is of the user's command, which has other paths here
+    section = program(read_conf(supervisord.conf_file, skip=(supervisord.conf_dir / OVERRIDE,)), "vllm")
+    supervisord.write(OVERRIDE, override.render_override(section, (CHANGE,)))
     supervisord.start()
 
     def healthy() -> bool:
