@@ -101,6 +101,8 @@ def utilization_to(s: Situation, target: float, why: str) -> Change | None:
         return None
     lowest, highest = utilization_bounds(s)
     value = min(value, highest) if value > s.utilization else max(value, lowest)
+    # the user's own value may lie outside the settings' lines: what is written never does
+    value = min(max(value, s.settings.gpu_memory_utilization_min), s.settings.gpu_memory_utilization_max)
     moved_right = value > s.utilization if target > s.utilization else value < s.utilization
     return change(s, UTILIZATION, f"{value:.2f}", why) if moved_right else None
 
