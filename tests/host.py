@@ -11,7 +11,7 @@ from typing import Any
 
 from world import Gpus, Supervisord, chat, free_port, run_cli, set_figures, wait_until
 
-from supervisor_vllm.config_file import load_config
+from supervisor_vllm.config_file import find_config, load_config
 from supervisor_vllm.journal import open_journal
 from supervisor_vllm.status import program_status
 
@@ -99,7 +99,7 @@ class Host:
 
     def _glance(self) -> dict[str, Any]:
         """What `status --json` says, without a process of its own for each look, and the number of incidents."""
-        config = load_config(self.supervisord.conf_dir / "supervisor-vllm.conf")
+        config = load_config(find_config(None, str(self.supervisord.conf_dir)))
         journal = open_journal(config.state_dir, read_only=True)
         try:
             incidents = len(journal.incidents("vllm"))  # before the state, which then is of after them
