@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--command", default="", help="the launch command, as it stands in the program section")
     end = explain.add_mutually_exclusive_group()
     end.add_argument("--exit-status", type=int)
-    end.add_argument("--signal", help="the signal that ended it: SIGKILL, KILL or 9")
+    end.add_argument("--signal", type=_signal_name, help="the signal that ended it: SIGKILL, KILL or 9")
     explain.add_argument("--pid", type=int, action="append", default=[], help="a pid of the dead tree (repeatable)")
     explain.add_argument("--cgroup", help="its memory cgroup, as the kernel log names it")
     explain.add_argument("--kernel-log", metavar="FILE", help="the kernel's log (dmesg, journalctl -k, kern.log)")
@@ -98,6 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", action="store_true")
     _add_config_options(check)
     return parser
+
+
+def _signal_name(text: str) -> str:
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    try:
+        return signal.Signals(int(text)).name if text.isdigit() else signal.Signals[name].name
+    except (KeyError, ValueError):
+        raise argparse.ArgumentTypeError(f"there is no signal {text!r}") from None
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:

@@ -233,7 +233,7 @@ def _session(target: Target) -> Any:
     if target.api_key:
         session.headers["Authorization"] = f"Bearer {target.api_key}"
     if target.tls:
-        session.verify = False  # the name on 127.0.0.1 never fits a certificate; nothing secret is asked
+        session.verify = False  # no certificate's name fits 127.0.0.1; the key goes to the launched server's host only
     if target.uds:
         session.mount("http://", _unix_adapter(target.uds))
     return session

@@ -72,10 +72,11 @@ def _starting(context: Context, event: Event) -> State | None:
         return None  # of a life that is over, and known: events that waited while the listener was away
     started_by = who_started(context, time.time(), event.from_state)
     _forget_life(context)
-    context.launch_id = context.journal.add_launch(context.name, started_by, incident_id=_shadow_incident(context))
+    incident_id = _open_incident(context)
+    context.launch_id = context.journal.add_launch(context.name, started_by, incident_id=incident_id)
     find_process(context)
     by = "a person" if started_by == "person" else "supervisord"
-    return enter(context, "VERIFYING", f"started by {by}; loading", incident_id=_shadow_incident(context))
+    return enter(context, "VERIFYING", f"started by {by}; loading", incident_id=incident_id)
 
 
 def _running(context: Context, event: Event) -> State | None:
@@ -124,6 +125,7 @@ def _stopped(context: Context, event: Event) -> State | None:
     if context.life is None and context.launch_id is None and context.journal.program(context.name).state != "WATCHING":
         return None  # a hung server that we stopped ourselves
     _forget_life(context)
+    _close_open_incident(context)
     context.log_marks = life.mark_logs(log_paths(context), context.log_marks)
     return enter(context, "WATCHING", "stopped by a person or a shutdown; a start brings it back")
 
@@ -132,6 +134,7 @@ def _removed(context: Context) -> State | None:
     if control.process_info(context.server, context.full_name) is not None:
         return None  # removed and added again: by our own apply, or by somebody's `update`
     _forget_life(context)
+    _close_open_incident(context)
     return enter(context, "WATCHING", "removed from supervisord by a person")
 
 
@@ -150,9 +153,18 @@ def _poke(context: Context) -> None:
         say(context.name, f"supervisord can't be poked ({why}); its event comes a little later")
 
 
-def _shadow_incident(context: Context) -> int | None:
-    """In shadow mode supervisord restarts by itself: that launch shows whether the last incident's plan was needed."""
-    return context.journal.program(context.name).incident_id if context.settings.mode == "shadow" else None
+def _open_incident(context: Context) -> int | None:
+    """The last incident, while its end is open: whoever starts the program, that launch is its outcome."""
+    incident_id = context.journal.program(context.name).incident_id
+    if incident_id is None or context.journal.incident_row(incident_id).outcome != "running":
+        return None
+    return incident_id
+
+
+def _close_open_incident(context: Context) -> None:
+    incident_id = _open_incident(context)
+    if incident_id is not None:
+        context.journal.close_incident(incident_id, "held")
 
 
 # -- the life ----------------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from host import Host
 from standin.figures import GIB
-from world import wait_until
+from world import free_port, wait_until
 
 MakeHost = Callable[..., Host]
 
@@ -231,3 +232,44 @@ def test_deleting_the_override_undoes_everything_in_it(vllm_host: MakeHost) -> N
     assert host.override is not None
     host.override.unlink()
     host.wait(lambda status: status["changes"] == [], "the learned changes to go")
+
+
+def test_a_stop_in_the_middle_of_a_recovery_ends_it(vllm_host: MakeHost) -> None:
+    fault = {"where": "loading", "what": "engine_exception", "times": 1}
+    host = vllm_host(figures={"load_seconds": 8, "fault": fault}, stopwaitsecs=1).start()
+    host.wait(lambda status: status["state"] == "VERIFYING" and status["incidents"] == 1, "the second launch")
+    host.supervisord.ctl("stop", "vllm")
+    host.wait_state("WATCHING")
+    (incident,) = host.history()
+    assert incident["outcome"] == "held"
+    assert host.spawns() == 2
+
+
+def test_a_start_by_a_person_in_the_pause_is_the_recovery(vllm_host: MakeHost) -> None:
+    host = vllm_host(figures={"fault": {"where": "loading", "what": "engine_exception", "times": 1}})
+    host.start(restart_sec="600")
+    host.wait_state("WAITING")
+    host.supervisord.ctl("start", "vllm")
+    host.wait_state("HEALTHY")
+    (incident,) = host.history()
+    assert (incident["outcome"], incident["launches"]) == ("healthy", 0)
+    assert host.spawns() == 2
+
+
+def test_two_programs_behind_one_listener(vllm_host: MakeHost, vllm_bin: Path) -> None:
+    host = vllm_host(flags="--gpu-memory-utilization 0.4")
+    host.install()
+    host.supervisord.write_program("other", f"{vllm_bin}/vllm serve {host.model} --port {free_port()} --gpu-mem 0.4")
+    done = host.cli(
+        "init", "--program", "other", "--conf-dir", str(host.supervisord.conf_dir), "--supervisord-conf",
+        str(host.supervisord.conf_file), "--set", "restart_sec=0.1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    host.supervisord.start()
+    host.wait_state("HEALTHY")
+    both = [host.pid, host.supervisord.wait_state("other", "RUNNING")["pid"]]
+    for pid in both:
+        os.kill(pid, signal.SIGKILL)
+    host.wait_healthy_again()
+    wait_until(lambda: "other  HEALTHY" in host.verb("status").stdout, 60, "the other one to be HEALTHY", step_sec=0.5)
+    assert sorted(incident["program"] for incident in host.history()) == ["other", "vllm"]
