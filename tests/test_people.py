@@ -257,9 +257,11 @@ def test_a_start_by_a_person_in_the_pause_is_the_recovery(vllm_host: MakeHost) -
 
 
 def test_two_programs_behind_one_listener(vllm_host: MakeHost, vllm_bin: Path) -> None:
-    host = vllm_host(flags="--gpu-memory-utilization 0.4")
+    host = vllm_host()
+    host.gpus.provide(count=2)
     host.install()
-    host.supervisord.write_program("other", f"{vllm_bin}/vllm serve {host.model} --port {free_port()} --gpu-mem 0.4")
+    command = f"{vllm_bin}/vllm serve {host.model} --port {free_port()}"
+    host.supervisord.write_program("other", command, environment='CUDA_VISIBLE_DEVICES="1"')
     done = host.cli(
         "init", "--program", "other", "--conf-dir", str(host.supervisord.conf_dir), "--supervisord-conf",
         str(host.supervisord.conf_file), "--set", "restart_sec=0.1",
