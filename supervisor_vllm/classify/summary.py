@@ -9,6 +9,11 @@ from ..kinds import KINDS
 from ..units import gib
 
 
+def _sentence(text: str) -> str:
+    """With a capital letter, as a sentence begins; vLLM keeps its name."""
+    return text if text.startswith("vLLM") else text[0].upper() + text[1:]
+
+
 def summary_of(kind: str, numbers: Numbers, detail: str) -> str:
     """What happened, with the numbers in people's units. `detail` is what only the deciding step knew."""
     detail = detail.rstrip(". ")
@@ -16,7 +21,7 @@ def summary_of(kind: str, numbers: Numbers, detail: str) -> str:
     if sentence:
         return sentence
     means = KINDS[kind].means
-    means = means[0].upper() + means[1:]
+    means = _sentence(means)
     return f"{means}: {detail}." if detail else f"{means}."
 
 
@@ -33,7 +38,7 @@ def _device(kind: str, numbers: Numbers) -> str:
     means = KINDS[kind].means
     where = f" (device {numbers['device']})" if "device" in numbers else ""
     allocation = _allocation(numbers)
-    return f"{means[0].upper()}{means[1:]}{where}{': ' + allocation if allocation else ''}."
+    return f"{_sentence(means)}{where}{': ' + allocation if allocation else ''}."
 
 
 def _kv_small(numbers: Numbers, detail: str) -> str:
@@ -125,7 +130,7 @@ def _killed(numbers: Numbers, detail: str) -> str:
 
 
 def _unknown(numbers: Numbers, detail: str) -> str:
-    return f"{detail[0].upper()}{detail[1:]}." if detail else ""
+    return f"{_sentence(detail)}." if detail else ""
 
 
 _SENTENCES: dict[str, Callable[[Numbers, str], str]] = {

@@ -232,18 +232,14 @@ def _weights(s: Situation) -> Plan:
     total, tried, free = s.total_bytes, s.numbers.get("tried_bytes"), s.numbers.get("free_bytes")
     if "cpu_offload" in s.settings.allow and offload_works(s.version) and s.repeats < 3:
         missing = max((tried or 0) - (free or 0), int((total or 0) * 0.1))
-        given = float(s.launch.get(CPU_OFFLOAD) or 0)
+        given = _float(s.launch.get(CPU_OFFLOAD)) or 0.0
         target = f"{math.ceil(given + max(1.0, missing / 2**30))}"
         offloaded = _adjust(levers.change(s, CPU_OFFLOAD, target, "weights that don't fit go to host memory (allowed)"))
         if offloaded:
             return offloaded
-    figures = f" ({gib(total)} device" if total else ""
-    if total and tried is not None and free is not None:
-        figures += f", {gib(free)} left when {gib(tried)} more were wanted"
-    figures += ")" if figures else ""
     return Plan(
         "hold",
-        f"{s.verdict.summary.rstrip('.')}{figures}; no memory flag helps: a larger --tensor-parallel-size, a quantised "
+        f"{s.verdict.summary.rstrip('.')}; no memory flag helps: a larger --tensor-parallel-size, a quantised "
         "checkpoint or a larger device does",
     )
 
