@@ -83,11 +83,12 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
     if not checked:
         return need
     planned = next((change.to for change in plan.changes if change.flag == "--gpu-memory-utilization"), None)
-    if plan.action == "wait":
+    waits = plan.action == "wait" and row.verdict.kind == "gpu_neighbour"
+    if waits:
         planned = None  # what is waited for is room for the unchanged command
     text = planned or parsed.get("--gpu-memory-utilization")
     fraction = _fraction(text, incident.vllm_version)
-    overhead = _overhead_bytes(incident, row.verdict.numbers) if plan.action == "wait" and plan.changes else 0
+    overhead = _overhead_bytes(incident, row.verdict.numbers) if waits else 0
     return dataclasses.replace(need, fraction=fraction, overhead_bytes=overhead)
 
 

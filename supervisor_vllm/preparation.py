@@ -92,38 +92,53 @@ def pause(context: Context, row: IncidentRow) -> State | None:
             return state
 
 
+def waits_for_neighbour(row: IncidentRow, plan: Plan) -> bool:
+    return plan.action == "wait" and row.verdict.kind == "gpu_neighbour"
+
+
 def wait_for_memory(context: Context, row: IncidentRow, plan: Plan) -> State | None:
     """Until what the launch needs is measured as free, or the time is over: then the reason is said, and a plan that
     waited for a neighbour is made anew from what is free now."""
+    neighbour = waits_for_neighbour(row, plan)
+    if neighbour and _waited_before(context, row):
+        _plan_after_wait(context, row, memory.Reading("it looked free the last time, and was not"))
+        return None
     need = memory.need_of(context, context.journal.incident(row.id), row, plan)
-    deadline = time.monotonic() + context.settings.memory_release_timeout_sec
-    pause_sec, said = 0.1, False
+    limit_sec = context.settings.memory_release_timeout_sec
+    deadline = time.monotonic() + limit_sec
+    pause_sec, said = 0.1, ""
     while True:
         reading = memory.measure(context, need)
-        if reading.shortfall is None:
+        shortfall = reading.shortfall
+        if neighbour and not shortfall and not reading.numbers:
+            shortfall = "the device's free memory can't be measured here"
+        if not shortfall:
             break
         if time.monotonic() >= deadline:
-            limit = f"{context.settings.memory_release_timeout_sec:g} s"
-            enter(context, "WAITING", f"memory is not free after {limit}: {reading.shortfall}", incident_id=row.id)
+            enter(context, "WAITING", f"memory is not free after {limit_sec:g} s: {shortfall}", incident_id=row.id)
             break
         if not said:
-            enter(
-                context, "WAITING", f"{row.verdict.kind}: waiting for memory: {reading.shortfall}", incident_id=row.id
-            )
-            said = True
+            said = f"{row.verdict.kind}: waiting for memory: {shortfall}"
+            enter(context, "WAITING", said, incident_id=row.id)
         state = watch.wait(context, min(pause_sec, max(0.0, deadline - time.monotonic())))
         if state:
             return state
         pause_sec = min(pause_sec * 2, 1.0)
-    if plan.action == "wait" and plan.changes:
-        _plan_after_wait(context, row, reading)
+    if neighbour:
+        _plan_after_wait(context, row, memory.Reading(shortfall, reading.numbers))
     return None
+
+
+def _waited_before(context: Context, row: IncidentRow) -> bool:
+    """It was waited for since the last healthy launch, seemed to be gone, and the start failed all the same."""
+    earlier = (other for other in context.journal.incidents_since_healthy(context.name) if other.id < row.id)
+    return any(other.verdict.kind == "gpu_neighbour" and other.plan.action == "retry" for other in earlier)
 
 
 def _plan_after_wait(context: Context, row: IncidentRow, reading: memory.Reading) -> None:
     if reading.shortfall is None:
         reason = "the memory has become free: started again with unchanged arguments"
-        retry = dataclasses.replace(row.plan, action="retry", reason=reason, changes=(), command=row.plan.command)
+        retry = dataclasses.replace(row.plan, action="retry", reason=reason, changes=())
         context.journal.set_plan(row.id, row.verdict, retry)
         return
     verdict = dataclasses.replace(row.verdict, numbers={**row.verdict.numbers, **reading.numbers})

@@ -108,7 +108,7 @@ def waiting(context: Context) -> State:
         return preparation.hold(context, row, plan.reason)
     if preparation.launches_exhausted(context):
         return preparation.hold(context, row, preparation.limit_reason(context, row))
-    unchanged = plan.action == "retry" or (plan.action == "wait" and not plan.changes)
+    unchanged = plan.action in ("retry", "wait") and not preparation.waits_for_neighbour(row, plan)
     state = preparation.pause(context, row) if unchanged else None
     if state:
         return state

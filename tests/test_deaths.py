@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -87,6 +88,29 @@ def test_a_neighbour_that_stays_is_given_way_to(vllm_host: MakeHost) -> None:
         assert (change["flag"], change["from"], change["to"]) == ("--gpu-memory-utilization", None, "0.74")
         assert neighbour.poll() is None
         assert host.complete()
+
+
+def test_a_neighbour_that_takes_nearly_everything_is_held(vllm_host: MakeHost) -> None:
+    host = vllm_host(gpu_bytes=24 * GIB)
+    with host.gpus.neighbour(20 * GIB) as neighbour:
+        host.start()
+        status = host.wait_state("HELD")
+    assert f"pid {neighbour.pid}" in status["reason"]
+    assert "below 0.5" in status["reason"]
+    assert host.spawns() == 1
+
+
+def test_a_host_whose_gpu_can_not_be_measured(vllm_host: MakeHost, tmp_path: Path) -> None:
+    """The listener sees no NVML: after the wait it goes by the numbers of vLLM's own message."""
+    flags = "--max-model-len 2048"
+    host = vllm_host(gpu_bytes=24 * GIB, figures={"weights_bytes": 8 * GIB}, flags=flags)
+    with host.gpus.neighbour(6 * GIB):
+        host.install()
+        file = host.supervisord.conf_dir / "supervisor-vllm.conf"
+        file.write_text(file.read_text().replace("startsecs=0", 'startsecs=0\nenvironment=LD_LIBRARY_PATH="/nowhere"'))
+        host.supervisord.start()
+        status = host.wait_state("HEALTHY")
+    assert status["changes"][0]["to"] == "0.74"
 
 
 def test_utilisation_goes_up_only_as_far_as_a_neighbour_leaves_memory(vllm_host: MakeHost) -> None:
