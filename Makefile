@@ -28,7 +28,7 @@ test: lint $(VLLM_VENV)/.ready
 	SUPERVISOR_VLLM_TEST_PYTHON=$(VLLM_PYTHON) $(VENV)/bin/python -m pytest -m vllm
 
 test-fast: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest -n $(TEST_WORKERS) -m "not vllm"
+	$(VENV)/bin/python -m pytest -n $(TEST_WORKERS) -m "not vllm and not slow"
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

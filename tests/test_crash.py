@@ -1,4 +1,5 @@
 """The listener is killed with SIGKILL before and after each write of its journal, in the middle of a recovery.
+A recovery of one death writes about 15 times; each write has a before and an after.
 
 Whatever the point: supervisord starts it again, the recovery goes on, each launch is counted once, and the end is the
 same as without a crash.
@@ -16,8 +17,6 @@ from standin.figures import GIB
 MakeHost = Callable[..., Host]
 
 CRASH = Path(__file__).resolve().parent / "crash"
-#: A recovery of one death writes about 15 times; each write has a before and an after.
-POINTS = range(1, 33)
 
 
 def crashing_host(vllm_host: MakeHost, tmp_path: Path, point: int, **world: object) -> Host:
@@ -31,7 +30,13 @@ def crashing_host(vllm_host: MakeHost, tmp_path: Path, point: int, **world: obje
     return vllm_host(supervisord={"environment": environment}, **world)
 
 
-@pytest.mark.parametrize("point", POINTS)
+def points(last: int, step: int) -> list[object]:
+    """Each `step`-th point in the fast suite, all of them in the whole one."""
+    slow = pytest.mark.slow
+    return [point if point % step == 1 else pytest.param(point, marks=slow) for point in range(1, last + 1)]
+
+
+@pytest.mark.parametrize("point", points(32, 4))
 def test_an_adjusted_launch(vllm_host: MakeHost, tmp_path: Path, point: int) -> None:
     host = crashing_host(
         vllm_host, tmp_path, point,
@@ -50,7 +55,7 @@ def test_an_adjusted_launch(vllm_host: MakeHost, tmp_path: Path, point: int) -> 
     assert host.listener_starts() == (2 if struck else 1)
 
 
-@pytest.mark.parametrize("point", range(1, 25, 3))
+@pytest.mark.parametrize("point", points(24, 8))
 def test_a_hold(vllm_host: MakeHost, tmp_path: Path, point: int) -> None:
     host = crashing_host(vllm_host, tmp_path, point, figures={"weights_bytes": 30 * GIB}, gpu_bytes=24 * GIB).start()
     status = host.wait_state("HELD")
@@ -59,7 +64,7 @@ def test_a_hold(vllm_host: MakeHost, tmp_path: Path, point: int) -> None:
     assert [(row["outcome"], row["launches"]) for row in host.history()] == [("held", 0)]
 
 
-@pytest.mark.parametrize("point", range(1, 33, 4))
+@pytest.mark.parametrize("point", points(32, 8))
 def test_an_unchanged_launch_after_orphans(vllm_host: MakeHost, tmp_path: Path, point: int) -> None:
     fault = {"where": "first_completion", "what": "sigkill_self", "times": 1}
     host = crashing_host(vllm_host, tmp_path, point, figures={"fault": fault}).start()
