@@ -200,6 +200,8 @@ events=PROCESS_STATE,PROCESS_GROUP,TICK_5
 buffer_size=1000
 ; events come only once it is RUNNING
 startsecs=0
+; python -m looks for modules in its working directory first
+directory=/
 autostart=true
 ; 2 is a mistake in the settings: it stays down, and its log says why
 autorestart=unexpected

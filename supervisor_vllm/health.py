@@ -75,42 +75,55 @@ class Progress:
 
 def check_health(target: Target) -> Health:
     """The whole check, within the target's time limit and a little."""
-    answer = _in_child("check", target)
-    if answer is None:
+    try:
+        return from_json(Health, _in_child("check", target))
+    except subprocess.TimeoutExpired:
         return Health(False, "completion", f"no completion within {target.timeout_sec:g} s")
-    return from_json(Health, answer)
+    except ChildError as why:
+        return Health(False, "health", f"the check itself failed: {why}", retry=True)
 
 
 def check_while_serving(target: Target) -> str | None:
     """None: alive. A completion that doesn't come back while tokens go on flowing is a full queue, not a hang."""
-    before = _in_child("progress", target)
+    before = _tokens(target)
     health = check_health(target)
     if health.healthy:
         return None
-    after = _in_child("progress", target)
-    if before and after and after["tokens"] > before["tokens"]:
+    after = _tokens(target)
+    if before is not None and after is not None and after > before:
         return None
     return health.reason
 
 
-def _in_child(verb: str, target: Target) -> Any:
-    environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+def _tokens(target: Target) -> float | None:
+    """Read and written since the server's start; None where /metrics doesn't say."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "supervisor_vllm.health", verb],
-            input=json.dumps(to_json(target)),
-            capture_output=True,
-            text=True,
-            timeout=target.timeout_sec + _CHILD_EXTRA_SEC,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        return from_json(Progress, _in_child("progress", target)).tokens
+    except (subprocess.TimeoutExpired, ChildError):
         return None
+
+
+class ChildError(Exception):
+    """The child ended without an answer: its last word."""
+
+
+def _in_child(verb: str, target: Target) -> Any:
+    """In `/`: `python -m` looks for modules in its working directory first, and ours may be anybody's."""
+    environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    done = subprocess.run(
+        [sys.executable, "-m", "supervisor_vllm.health", verb],
+        input=json.dumps(to_json(target)),
+        capture_output=True,
+        text=True,
+        timeout=target.timeout_sec + _CHILD_EXTRA_SEC,
+        env=environment,
+        cwd="/",
+        check=False,
+    )
     try:
         return json.loads(done.stdout)
     except ValueError:
-        return None
+        raise ChildError((done.stderr.strip().splitlines() or ["no answer"])[-1]) from None
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------

@@ -20,15 +20,16 @@ def health_target(section: ProgramSection, command: str, settings: Settings) -> 
     if not key and settings.api_key_env:
         key = os.environ.get(settings.api_key_env)
     host = launched.host or ""
+    directory = section.options.get("directory")
     return Target(
         host="127.0.0.1" if host in ("", "0.0.0.0", "::", "localhost") else host,
         port=launched.port,
-        uds=launched.uds,
+        uds=os.path.join(directory or "/", launched.uds) if launched.uds else None,
         tls=launched.get("--ssl-keyfile") is not None,
         root_path=launched.root_path or "",
         api_key=key or None,
         model=launched.model,
-        directory=section.options.get("directory"),
+        directory=directory,
         served_names=launched.served_model_names,
         max_model_len=launched.max_model_len,
         prompt=settings.health_prompt,

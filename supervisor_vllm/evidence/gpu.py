@@ -24,9 +24,9 @@ class GpuReading:
 
 def read_gpus_in_child(timeout_sec: float = 10.0) -> GpuReading:
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=timeout_sec, check=False
-        )
+        # in `/`: `python -m` looks for modules in its working directory first, and ours may be anybody's
+        command = [sys.executable, "-m", "supervisor_vllm.evidence.gpu"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_sec, cwd="/", check=False)
         return from_json(GpuReading, json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         return GpuReading(problem=f"the driver did not answer within {timeout_sec:g} s")
