@@ -13,6 +13,7 @@ from .evidence.life import Life
 from .evidence.roots import ROOTS, Roots
 from .evidence.vllm_log import LogPosition
 from .inbox import Inbox
+from .incident import ProcessRef
 from .journal import Journal, State
 from .settings import Settings
 from .supervisord_conf import ProgramSection
@@ -36,6 +37,8 @@ class Context:
     launch_id: int | None = None
     #: where the next life's log begins
     log_marks: tuple[LogPosition, ...] = ()
+    #: processes of a life that another one has taken the place of unseen (supervisord was killed: they live on)
+    leftovers: tuple[ProcessRef, ...] = ()
     #: a start of ours whose STARTING event is still to come
     own_start: bool = False
 

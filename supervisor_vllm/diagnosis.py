@@ -9,7 +9,7 @@ from . import control, launch, memory
 from .classify import classify
 from .context import Context, enter, say
 from .errors import UserError
-from .evidence import device, exit_status, life
+from .evidence import device, exit_status, life, processes
 from .evidence.life import Life
 from .incident import Incident, Plan, Verdict
 from .journal import State
@@ -52,7 +52,10 @@ def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
         signal=signal,
         stop_requested=False,
     )
-    return dataclasses.replace(incident, orphans=()) if alive else incident
+    if alive:
+        return dataclasses.replace(incident, orphans=())
+    left = tuple(ref for ref in context.leftovers if ref not in incident.orphans and processes.alive(ref))
+    return dataclasses.replace(incident, orphans=incident.orphans + left)
 
 
 def _with_devices(context: Context, incident: Incident) -> Incident:

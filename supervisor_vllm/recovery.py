@@ -50,6 +50,7 @@ def resume(context: Context) -> State:
     if running and noted and processes.same(noted.leader, running):
         watch.watch(context, noted)
         return row.state if row.state in ("VERIFYING", "HEALTHY", "HELD", "WATCHING") else "VERIFYING"
+    context.leftovers = noted.tree if noted else ()
     if running:
         return _resume_running(context, row.state, running.start_time)
     if noted and info and info.state in ("EXITED", "FATAL", "BACKOFF", "UNKNOWN"):

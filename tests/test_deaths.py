@@ -259,3 +259,18 @@ def test_a_load_that_takes_too_long(vllm_host: MakeHost) -> None:
         if str(host.model) in " ".join(process.info["cmdline"] or ())
     }
     assert not left
+
+
+def test_the_server_of_a_killed_supervisord_is_our_own_orphan(vllm_host: MakeHost) -> None:
+    """supervisord is killed: vLLM lives on and holds its port. The next supervisord's vLLM can't start until the old
+    one has ended."""
+    host = vllm_host().start()
+    host.wait_state("HEALTHY")
+    old = [process.pid for process in group_members(host.pid)]
+    host.supervisord.kill()
+    host.supervisord.start()
+    host.wait_healthy_again()
+    assert not any(alive(pid) for pid in old)
+    (incident,) = host.history()
+    assert incident["verdict"]["kind"] == "port_in_use"
+    assert incident["outcome"] == "healthy"
