@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -227,18 +228,15 @@ def test_check(host: Host) -> None:
     host.start()
     host.wait_state("HEALTHY")
     assert host.verb("check").returncode == 0
-    host.user_file.unlink()
-    override = host.override
-    assert override is not None
-    text = override.read_text()
-    os.kill(host.listener_pid(), 19)  # stopped, so that it can't take the override away
+    listener = host.listener_pid()
+    os.kill(listener, signal.SIGSTOP)  # first, so that it can't take the override away
     try:
+        host.user_file.unlink()
         done = host.verb("check")
         assert done.returncode == 1
         assert "supervisord will not start" in done.stdout
     finally:
-        os.kill(host.listener_pid(), 18)
-    assert text
+        os.kill(listener, signal.SIGCONT)
 
 
 def test_nothing_to_undo(host: Host) -> None:
