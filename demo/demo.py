@@ -369,8 +369,11 @@ def put_into(group: Path, pid: int) -> bool:
 
 
 def remove_cgroup(group: Path) -> None:
-    """The kernel lets a cgroup go only once its last process is really gone."""
+    """Who still lives in it goes back to the parent; the kernel lets it go only once its last process is really out."""
     for _ in range(100):
+        with contextlib.suppress(OSError):
+            for pid in (group / "cgroup.procs").read_text().split():
+                (group.parent / "cgroup.procs").write_text(pid)
         try:
             group.rmdir()
             return
