@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from .incident import Incident, LogLine
+from .lazy import lazy
 
 #: A word that is no flag, as it stands in a command.
 _WORD = r"(?:'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|(?!--)[^\s'\"]{1,4096})"
 #: Keys by their names (in commands, environments, vLLM's own list of arguments) and by their well-known shapes.
 _SECRETS = (
-    re.compile(
+    lazy(
         r"(?i)(['\"]?[\w-]{0,64}(?:api[_-]?key|token|secret|password|passwd)['\"]?\s*[=:]\s*)"
         r"(\[[^\]\n]{0,4096}\]|'[^'\n]{1,4096}'|\"[^\"\n]{1,4096}\"|[^\s,;'\"}\]]{1,4096})"
     ),
     # --api-key takes several
-    re.compile(rf"(?i)(--(?:api[-_]key|hf[-_]token)[ =]+)({_WORD}(?: +{_WORD})*)"),
-    re.compile(r"(?i)(\bbearer\s+)(\S{1,4096})"),
-    re.compile(r"(://[^/\s:@]{1,256}:)([^@/\s]{1,256})(?=@)"),
-    re.compile(r"(\b)((?:hf_|sk-|nvapi-)[A-Za-z0-9_-]{16,256})"),
+    lazy(rf"(?i)(--(?:api[-_]key|hf[-_]token)[ =]+)({_WORD}(?: +{_WORD})*)"),
+    lazy(r"(?i)(\bbearer\s+)(\S{1,4096})"),
+    lazy(r"(://[^/\s:@]{1,256}:)([^@/\s]{1,256})(?=@)"),
+    lazy(r"(\b)((?:hf_|sk-|nvapi-)[A-Za-z0-9_-]{16,256})"),
 )
 #: What looks like a secret's name but is a number of tokens or a file.
-_NOT_SECRET = re.compile(
+_NOT_SECRET = lazy(
     r"(?i)(max|num|batched|prompt|generation|completion|per|skip|eos|bos|pad|special|stop)[\w -]{0,40}token"
 )
 

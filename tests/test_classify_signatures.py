@@ -12,10 +12,10 @@ from supervisor_vllm.kinds import KINDS
 
 @pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.name)
 def test_row(signature: Signature) -> None:
-    match = signature.pattern.match(signature.example)
+    match = signature.match(signature.examples[0])
     assert match
     numbers_of(match)
-    assert not signature.pattern.search(signature.near_miss)
+    assert not signature.search(signature.near_misses[0])
     assert signature.kind == "by_phase" or signature.kind in KINDS
     assert signature.source
 
@@ -28,7 +28,7 @@ def test_names_are_unique() -> None:
 @pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.name)
 def test_the_example_is_this_rows(signature: Signature) -> None:
     """No row above takes the example away, except one that means the same."""
-    first = next(row for row in SIGNATURES if any(row.pattern.match(text) for text in readings(signature.example)))
+    first = next(row for row in SIGNATURES if any(row.match(text) for text in readings(signature.examples[0])))
     assert (first.kind, first.name.partition("_")[0]) == (signature.kind, signature.name.partition("_")[0]) or (
         first.name == signature.name
     )
@@ -42,8 +42,8 @@ def test_the_example_is_this_rows(signature: Signature) -> None:
 def test_patterns_cost_time_in_proportion(text: str) -> None:
     start = time.perf_counter()
     for signature in SIGNATURES:
-        signature.pattern.search(text)
-        signature.pattern.match(text)
+        signature.search(text)
+        signature.match(text)
     for reading in readings(text):
         exception_head(reading)
     assert time.perf_counter() - start < 2

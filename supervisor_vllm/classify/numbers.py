@@ -6,9 +6,8 @@ torch c10/cuda/CUDACachingAllocator.cpp: up to 2.0 "(GPU 0; Y total capacity; Z 
 
 from __future__ import annotations
 
-import re
-
 from ..incident import Incident, Numbers
+from ..lazy import lazy
 from .pattern import numbers_of, pattern, size_bytes
 
 _TORCH = tuple(
@@ -25,8 +24,8 @@ _TORCH = tuple(
         r"<reserved_unallocated_bytes:size> is reserved by PyTorch but unallocated",
     )
 )
-_RESERVED_TOTAL = re.compile(r"(\d{1,12}(?:\.\d{1,6})? [KMGT]iB) reserved in total by PyTorch")
-_PROCESS = re.compile(r"Process (\d{1,10}) has (\d{1,12}(?:\.\d{1,6})? (?:bytes|[KMGT]iB)) memory in use")
+_RESERVED_TOTAL = lazy(r"(\d{1,12}(?:\.\d{1,6})? [KMGT]iB) reserved in total by PyTorch")
+_PROCESS = lazy(r"Process (\d{1,10}) has (\d{1,12}(?:\.\d{1,6})? (?:bytes|[KMGT]iB)) memory in use")
 
 
 def torch_numbers(text: str) -> Numbers:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from ..lazy import lazy
+
 PHASES = ("startup", "weights", "profile", "kv_cache", "graph", "warmup", "runtime")
 
 #: What running out of device memory in a phase is called.
@@ -26,21 +28,21 @@ KIND_BY_PHASE = {
 _PROOFS: tuple[tuple[str, re.Pattern[str]], ...] = (
     (
         "startup",
-        re.compile(
+        lazy(
             r"(?:vLLM API server version|non-default args: |Initializing an? (?:V[01] )?LLM engine"
             r"|Resolved architecture:)"
         ),
     ),
     (
         "weights",
-        re.compile(
+        lazy(
             r"(?:Starting to load model|Loading model from scratch|Loading [\w ]{1,40} checkpoint shards:"
             r"|Loading weights (?:took|with)|Time spent downloading weights|Using model weights format)"
         ),
     ),
     (
         "profile",
-        re.compile(
+        lazy(
             r"(?:Model loading took|Loading model weights took|Encoder cache will be initialized"
             r"|Dynamo bytecode transform time|torch\.compile takes|Start loading torch\.compile"
             r"|Profiling CUDA graph memory)"
@@ -48,57 +50,57 @@ _PROOFS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ),
     (
         "kv_cache",
-        re.compile(
+        lazy(
             r"(?:Available KV cache memory:|Memory profiling (?:takes|results)"
             r"|the current vLLM instance can use total_gpu_memory|# (?:GPU|[a-z]{3,8}) blocks:)"
         ),
     ),
-    ("graph", re.compile(r"(?:[A-Z]{2,6} KV cache size:|Capturing .{0,32}(?:graph|capture)|Graph capturing finished)")),
+    ("graph", lazy(r"(?:[A-Z]{2,6} KV cache size:|Capturing .{0,32}(?:graph|capture)|Graph capturing finished)")),
     (
         "runtime",
-        re.compile(
+        lazy(
             r"(?:Application startup complete|init engine \(profile, create kv cache, warmup model\) took"
             r"|(?:Engine \d{1,4}: )?Avg prompt throughput:|Uvicorn running on)"
         ),
     ),
 )
-_PROOF_WORDS = re.compile(
+_PROOF_WORDS = lazy(
     r"load|Load|engine|args|Resolved|weights|Encoder|Dynamo|torch|Profiling|profiling|Available|current|# |KV|"
     r"apturing|Application|throughput|Uvicorn|Starting|vLLM"
 )
 
 # Functions that only run in one phase, most special first: a frame of the profile run lies above the model's forward.
 _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("warmup", re.compile(r"_dummy_sampler_run|_dummy_pooler_run|warmup_sampler|_warm_up_sampler")),
+    ("warmup", lazy(r"_dummy_sampler_run|_dummy_pooler_run|warmup_sampler|_warm_up_sampler")),
     (
         "graph",
-        re.compile(
+        lazy(
             r"\b_?capture_model\b|\bcapture_end\b|register_graph_buffers|capture_cudagraphs|profile_cudagraph_memory"
             r"|\bcapture_graphs?\b|torch\.cuda\.graph\(|CUDAGraphRunner|graph_capture"
         ),
     ),
     (
         "profile",
-        re.compile(
+        lazy(
             r"determine_available_memory|determine_num_available_blocks|\bprofile_run\b|profile_multimodal"
             r"|profile_encoder|_profile_mm"
         ),
     ),
     (
         "kv_cache",
-        re.compile(
+        lazy(
             r"_allocate_kv_cache|allocate_kv_cache|\binitialize_kv_cache(?:_tensors)?\b|\binitialize_cache\b"
             r"|_init_cache_engine|cache_engine\.py|CacheEngine\("
         ),
     ),
     (
         "warmup",
-        re.compile(r"compile_or_warm_up_model|kernel_warmup|warming_up_model|\bwarm_up_model\b"),
+        lazy(r"compile_or_warm_up_model|kernel_warmup|warming_up_model|\bwarm_up_model\b"),
     ),
-    ("profile", re.compile(r"\b_dummy_run\b")),
+    ("profile", lazy(r"\b_dummy_run\b")),
     (
         "weights",
-        re.compile(
+        lazy(
             r"\bload_model\b|\bcreate_weights\b|process_weights_after_loading|\bload_weights\b|model_loader/"
             r"|\binitialize_model\b|maybe_offload_to_cpu|\bmake_layers\b|weight_loader\b|\bload_state_dict\b"
             r"|safetensors_weights_iterator"
@@ -106,17 +108,17 @@ _FRAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ),
     (
         "runtime",
-        re.compile(
+        lazy(
             r"run_busy_loop|_process_engine_step|step_with_batch_queue|\bsample_tokens\b|_get_prompt_logprobs"
             r"|run_engine_loop|\bengine_step\b|run_output_handler|compute_logprobs|_run_engine\b|\bllm\.generate\b"
         ),
     ),
 )
-_MODEL_INIT = re.compile(r"/models/\w{1,60}\.py$")
+_MODEL_INIT = lazy(r"/models/\w{1,60}\.py$")
 # Runs in the profile run, in warm-up and while serving: says something only where nothing else does.
-_FORWARD = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b|embed_multimodal|get_multimodal_embeddings|forward")
+_FORWARD = lazy(r"\bexecute_model\b|\b_?execute_mm_encoder\b|embed_multimodal|get_multimodal_embeddings|forward")
 # The sampler's warm-up has vLLM's own sentence (0.8.0 on), so that a sampler without it samples for requests.
-_EXECUTE = re.compile(r"\bexecute_model\b|\b_?execute_mm_encoder\b|topk_topp_sampler|apply_top_k_top_p|logits\.sort\(")
+_EXECUTE = lazy(r"\bexecute_model\b|\b_?execute_mm_encoder\b|topk_topp_sampler|apply_top_k_top_p|logits\.sort\(")
 
 
 def proven_phase(body: str) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from dataclasses import dataclass
 
 from ..incident import Incident
+from ..lazy import lazy
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ _KINDS = {
     signal.SIGTRAP: "engine_crash",
     signal.SIGSYS: "engine_crash",
 }
-_SERVER_COMMAND = re.compile(r"\bvllm\s+serve\b|api_server\b|\brun_server\b")
+_SERVER_COMMAND = lazy(r"\bvllm\s+serve\b|api_server\b|\brun_server\b")
 
 
 def end_signal(incident: Incident) -> EndSignal | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..evidence.log_records import Record
 from ..incident import LogLine
+from ..lazy import lazy
 from .pattern import Signature
 from .phase import KIND_BY_PHASE, executes, later, phase_of_frames, proven_phase, runs_forward
 from .signatures import SIGNATURES
@@ -38,14 +39,14 @@ _MAX_FRAMES = 120
 #: Of a long line (vLLM dumps the scheduler's state as an error), the message is the beginning.
 _INSIDE_CHARS = 1500
 
-_ANSWER = re.compile(r'\S{1,80} - "POST /\S{1,200} HTTP/[\d.]{1,4}" 200\b')
-_GENERATING = re.compile(
+_ANSWER = lazy(r'\S{1,80} - "POST /\S{1,200} HTTP/[\d.]{1,4}" 200\b')
+_GENERATING = lazy(
     r"(?:Engine \d{1,4}: )?Avg prompt throughput: [\d.]{1,12} tokens/s, Avg generation throughput: (?!0\.0 )"
 )
-_RETRYING = re.compile(r"retrying \d{1,3} of \d{1,3}|[Rr]etrying in \d")
-_SHM_FRAME = re.compile(r"shared_memory|shm_broadcast|/dev/shm|SharedMemory|shm_open|reductions\.py")
-_PINNED_FRAME = re.compile(r"pin_memory|allocate_cpu_cache|cudaHostAlloc")
-_LOADING_FRAME = re.compile(r"\bload_weights\b|\bweight_loader\b|safetensors")
+_RETRYING = lazy(r"retrying \d{1,3} of \d{1,3}|[Rr]etrying in \d")
+_SHM_FRAME = lazy(r"shared_memory|shm_broadcast|/dev/shm|SharedMemory|shm_open|reductions\.py")
+_PINNED_FRAME = lazy(r"pin_memory|allocate_cpu_cache|cudaHostAlloc")
+_LOADING_FRAME = lazy(r"\bload_weights\b|\bweight_loader\b|safetensors")
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,14 @@ class Scan:
     any_error: bool = False
 
 
-_CAUSES = tuple(signature for signature in SIGNATURES if signature.role != "hint")
-_HINTS = tuple(signature for signature in SIGNATURES if signature.role == "hint")
-_HINT_WORDS = re.compile(r"KV [Cc]ache|Available memory|blocks: 0|concurrency for")
-
-
-def scan(records: Iterable[Record]) -> Scan:
+def scan(records: Iterable[Record], signatures: tuple[Signature, ...] = SIGNATURES) -> Scan:
     result = Scan()
+    causes = tuple(signature for signature in signatures if signature.role != "hint")
+    hints = tuple(signature for signature in signatures if signature.role == "hint")
     frames: dict[str, list[str]] = {}
     for index, record in enumerate(records):
         _note_progress(result, index, record)
+        _note_hint(result, index, record, hints)
         _note_markers(result, index, record)
         if not record.may_be_error:
             continue
@@ -127,7 +126,7 @@ def scan(records: Iterable[Record]) -> Scan:
             _add_frame(frames, record.process, f"{location[0]} {location[1]}")
         elif record.body[:1].isspace():
             _add_frame(frames, record.process, record.body.strip())
-        _note_error(result, index, record, frames)
+        _note_error(result, index, record, frames, causes)
     _note_cut_frames(result, frames)
     return result
 
@@ -163,11 +162,15 @@ def _note_progress(result: Scan, index: int, record: Record) -> None:
         result.phase_starts.append((index, phase))
     if body.startswith("Application startup complete") and result.started_at is None:
         result.started_at = index
-    if record.level in (None, "INFO") and _HINT_WORDS.search(body):
-        for signature in _HINTS:
-            if match := signature.pattern.match(body):
-                result.hints.append(Finding(index, record, signature, match, signature.phase, None))
-                break
+
+
+def _note_hint(result: Scan, index: int, record: Record, hints: tuple[Signature, ...]) -> None:
+    if record.level not in (None, "INFO"):
+        return
+    for signature in hints:
+        if match := signature.match(record.body):
+            result.hints.append(Finding(index, record, signature, match, signature.phase, None))
+            return
 
 
 def _note_markers(result: Scan, index: int, record: Record) -> None:
@@ -193,14 +196,16 @@ def _note_markers(result: Scan, index: int, record: Record) -> None:
         result.bare_killed = record.line
 
 
-def _note_error(result: Scan, index: int, record: Record, frames: dict[str, list[str]]) -> None:
+def _note_error(
+    result: Scan, index: int, record: Record, frames: dict[str, list[str]], causes: tuple[Signature, ...]
+) -> None:
     body = record.body
     if record.level in ("ERROR", "CRITICAL"):
         result.any_error = True
     if _RETRYING.search(body):
         return
     texts = tuple(readings(body))
-    found = _match_exact(texts) or _match_inside(record, texts)
+    found = _match_exact(texts, causes) or _match_inside(record, texts, causes)
     if found:
         signature, match, exact = found
         _add_finding(result, index, record, frames, signature, match, exact)
@@ -212,15 +217,17 @@ def _note_error(result: Scan, index: int, record: Record, frames: dict[str, list
             return
 
 
-def _match_exact(texts: tuple[str, ...]) -> tuple[Signature, re.Match[str], bool] | None:
+def _match_exact(texts: tuple[str, ...], causes: tuple[Signature, ...]) -> tuple[Signature, re.Match[str], bool] | None:
     for text in reversed(texts):  # the innermost reading has no lead-in left
-        for signature in _CAUSES:
-            if match := signature.pattern.match(text):
+        for signature in causes:
+            if match := signature.match(text):
                 return signature, match, True
     return None
 
 
-def _match_inside(record: Record, texts: tuple[str, ...]) -> tuple[Signature, re.Match[str], bool] | None:
+def _match_inside(
+    record: Record, texts: tuple[str, ...], causes: tuple[Signature, ...]
+) -> tuple[Signature, re.Match[str], bool] | None:
     """The words somewhere in an error record or exception line, unless they may be a user's own."""
     if not texts or may_be_users_text(record.body):
         return None
@@ -228,8 +235,8 @@ def _match_inside(record: Record, texts: tuple[str, ...]) -> tuple[Signature, re
     if record.level is None and exception_head(texts[0]) is None and not flat:
         return None
     text = texts[0] if flat else texts[0][:_INSIDE_CHARS]
-    for signature in _CAUSES:
-        if signature.anywhere and (match := signature.pattern.search(text)):
+    for signature in causes:
+        if signature.anywhere and (match := signature.search(text)):
             return signature, match, False
     return None
 

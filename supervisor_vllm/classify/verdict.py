@@ -6,7 +6,6 @@ cause in the log; a memory cgroup's counter; a requested shutdown; signals and e
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -15,17 +14,19 @@ from ..evidence.log_records import Record, parse_records
 from ..evidence.startup_facts import measurements
 from ..evidence.vllm_log import pids_in_log
 from ..incident import Confidence, Evidence, Incident, LogLine, Numbers, Verdict
+from ..lazy import lazy
 from . import scan as scanning
 from .host_kill import KillProof, kill_proof
 from .numbers import device_holders, neighbour_bytes, torch_holders, torch_numbers
-from .pattern import numbers_of
+from .pattern import Signature, numbers_of
 from .process_end import EndSignal, end_signal, kind_of_signal, looks_like_server
 from .scan import Finding, Scan, memory_kind, memory_phase
+from .signatures import SIGNATURES
 from .summary import summary_of
 
 _EVIDENCE_CHARS = 2000
-_DEVICE_WORDS = re.compile(r"CUDA|NCCL|NVML|cuda")
-_XID_PID = re.compile(r"\bpid='?(\d{1,10})\b")
+_DEVICE_WORDS = lazy(r"CUDA|NCCL|NVML|cuda")
+_XID_PID = lazy(r"\bpid='?(\d{1,10})\b")
 #: In these a neighbour's memory is what is missing; later phases are sized by what was free at the start.
 _STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
 #: Of these, the phase is only where it happened; of device memory it decides the kind, and is known or isn't.
@@ -33,13 +34,13 @@ _REACHED_PHASE_KINDS = frozenset({"host_oom_kill", "host_alloc", "shm_full", "en
 _SPECIAL_PHASES = ("load_fail", "warm_sampler", "warm_sampler_cut")
 
 
-def classify(incident: Incident) -> Verdict:
+def classify(incident: Incident, signatures: tuple[Signature, ...] = SIGNATURES) -> Verdict:
     """Which memory ran out, or that it was not memory. Never raises, whatever the log holds."""
     own_pids = pids_in_log(incident.log) | {ref.pid for ref in incident.tree}
     if incident.pid is not None:
         own_pids |= {incident.pid}
     records = tuple(parse_records(incident.log))
-    found = scanning.scan(records)
+    found = scanning.scan(records, signatures)
     measured = measurements(records)
     proof = kill_proof(incident, own_pids)
     end = end_signal(incident)

@@ -6,17 +6,18 @@ wrappers, and the noise of everything else falling over.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+
+from ..lazy import lazy
 
 # Besides exceptions, what may be an error though it is indented: C++, pydantic, exception groups, kubectl describe.
 _INDENTED_ERRORS = ("what():", "Value error, ", "| ", "Reason:", "reason:")
 
-_EXCEPTION_HEAD = re.compile(r"[A-Za-z_][\w.]{0,120}(?:\([\w.]{0,80}\))?")
+_EXCEPTION_HEAD = lazy(r"[A-Za-z_][\w.]{0,120}(?:\([\w.]{0,80}\))?")
 _EXCEPTION_WORDS = ("Error", "Exception", "Interrupt", "Exit", "Timeout", "OutOfResources", "Failure", "NotFound")
 
 # What stands in front of the real message, in the same line.
-_LEAD_IN = re.compile(
+_LEAD_IN = lazy(
     r"(?:[A-Z]\w{2,60}(?:Error|Exception)\(['\"]"  # repr(), V0's engine.py
     r"|Worker failed with error ['\"]"  # v1/executor/multiproc_executor.py
     r"|EngineCore (?:hit an exception|failed to start|encountered a fatal error)[:.] "
@@ -34,7 +35,7 @@ _LEAD_IN = re.compile(
 )
 
 # Exceptions that only pass on that something else failed (v1/engine, v1/executor, engine/multiprocessing of V0).
-_WRAPPER = re.compile(
+_WRAPPER = lazy(
     r"(?:EngineCore encountered an issue|Engine core initialization failed|Engine process failed to start"
     r"|WorkerProc initialization failed|cancelled$|Executor failed|Engine core process|Worker failed with error"
     r"|.{0,120}died unexpectedly|Background loop (?:has errored|is stopped|is not running)|Engine loop is not running"
@@ -83,22 +84,22 @@ _ECHO_CLASSES = frozenset(
         "ZMQError",
     }
 )
-_ECHO = re.compile(
+_ECHO = lazy(
     r".{0,300}(?:Connection (?:closed|reset) by (?:remote )?peer|[Bb]roken pipe|remote process exited or there was a"
     r" network error|Socket closed|Connection refused)"
 )
 
 # A process of the tree is gone (as V0, V1 and Ray say it), with its exit code where one stands.
-_DEATH = re.compile(
+_DEATH = lazy(
     r"(?:.{0,160}\bdied unexpectedly|\[shutdown\] MPClient: engine core exited unexpectedly"
     r"|Worker \S{1,80} pid \d{1,10} died|.{0,80}\bdied with exit code|MQLLMEngine is already dead"
     r"|.{0,200}Failed core proc\(s\): \{[^{}]{0,200}-\d|.{0,120}The actor is dead because its worker process has died"
     r"|Process \S{1,80} \(PID: \d{1,10}\) died)"
 )
-_DEATH_CODE = re.compile(r"(?:exit ?code:? |'[\w-]{1,40}': )(-\d{1,2})\b")
+_DEATH_CODE = lazy(r"(?:exit ?code:? |'[\w-]{1,40}': )(-\d{1,2})\b")
 
 # The engine itself says that it is finished: what stands at it is no mere failed request.
-_FATAL = re.compile(
+_FATAL = lazy(
     r"(?:EngineCore (?:encountered a fatal error|encountered an issue|failed to start|hit an exception)"
     r"|WorkerProc (?:hit an exception|failed to start)|AsyncLLM output_handler failed|Engine background task failed"
     r"|Got fatal signal from worker|Engine core initialization failed|Engine process failed to start"
@@ -106,35 +107,35 @@ _FATAL = re.compile(
     r"|Error executing method )"
 )
 
-_START_FAILURE = re.compile(
+_START_FAILURE = lazy(
     r"(?:EngineCore failed to start|WorkerProc failed to start|(?:RuntimeError: )?Engine core initialization failed"
     r"|(?:RuntimeError: )?Engine process failed to start)"
 )
 # run_engine_core (v1/engine/core.py, 0.8.5 on) says this of an engine that was up, "failed to start" of the others.
-_SERVING = re.compile(
+_SERVING = lazy(
     r"(?:EngineCore encountered a fatal error|AsyncLLM output_handler failed|MQLLMEngine is already dead"
     r"|Engine background task failed)"
 )
-_METHOD = re.compile(r"(?:Error executing method |Exception in worker \w{1,60} while processing method )")
+_METHOD = lazy(r"(?:Error executing method |Exception in worker \w{1,60} while processing method )")
 
-_SHELL_KILL = re.compile(r"Killed|(?:[\w./-]{1,120}: line \d{1,6}: )?\d{1,10} Killed .{0,400}|z?sh: killed .{0,400}")
+_SHELL_KILL = lazy(r"Killed|(?:[\w./-]{1,120}: line \d{1,6}: )?\d{1,10} Killed .{0,400}|z?sh: killed .{0,400}")
 
 # Somebody asked for the end: vLLM's and uvicorn's words (0.18 on: "[shutdown]").
-_STOP = re.compile(
+_STOP = lazy(
     r"(?:\[shutdown\] API server: shutdown triggered|\[shutdown\] EngineCore: trigger received signal=SIG(?:TERM|INT)"
     r"|KeyboardInterrupt(?:: (?:terminated|MQLLMEngine terminated))?$|[Rr]eceived (?:signal )?SIG(?:TERM|INT)\b"
     r"|Received signal (?:2|15)\b|Gracefully stopping http server)"
 )
 # uvicorn and the launcher say these also after the engine's death.
-_SOFT_STOP = re.compile(
+_SOFT_STOP = lazy(
     r"(?:Shutting down(?: FastAPI HTTP server\.?)?$|Finished server process \[|Application shutdown complete)"
 )
 
 #: In an error line of a request, the words may be the user's.
-_USER_TEXT = re.compile(r"\b(?:[Pp]rompt|messages?=|content|[Rr]equest|input_text|chat[ _]template|tool_call)")
+_USER_TEXT = lazy(r"\b(?:[Pp]rompt|messages?=|content|[Rr]equest|input_text|chat[ _]template|tool_call)")
 
 # A file's traceback frame: Python's own, and the short form of reports.
-_FRAME = re.compile(r'\s{0,12}(?:File "?)?([^\s"]{1,300}\.(?:pyx?|cuh?|cpp))(?:", line |:)\d{1,7}, in (\S{1,120})')
+_FRAME = lazy(r'\s{0,12}(?:File "?)?([^\s"]{1,300}\.(?:pyx?|cuh?|cpp))(?:", line |:)\d{1,7}, in (\S{1,120})')
 
 
 def exception_head(text: str) -> tuple[str, str] | None:

@@ -7,23 +7,23 @@ c10's (`[E1001 16:06:04.5 file.cpp:607]`), Ray's, JSON records, and what contain
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..incident import LogLine
+from ..lazy import lazy
 
 #: What stands behind this in one line decides nothing, and keeps a 20 MiB line from costing minutes.
 MAX_BODY_CHARS = 8192
 
 # also as `cat -v` writes it
-_ANSI = re.compile(r"\^\[\[[0-9;]{0,20}m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_ANSI = lazy(r"\^\[\[[0-9;]{0,20}m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 # In front of the program's own text: docker compose, kubernetes and docker timestamps, cloud consoles, journald,
 # a program's own tag, torch's rank.
 _LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
 _ISO = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)"
-_FOREIGN = re.compile(
+_FOREIGN = lazy(
     r"(?:[\w.-]{1,64}\s{0,8}\|\s"
     r"|" + _ISO + r"\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
     r"|\s{0,4}\|?\s?\[" + _ISO + r"\] "
@@ -42,16 +42,16 @@ _FOREIGN = re.compile(
 )
 # `(EngineCore_DP0 pid=68) `, nested `(EngineCore_0 pid=5) (VllmWorker TP0 pid=9) `, `(RayWorkerWrapper pid=7, ip=…) `
 # (Ray: `(MapWorker(MapBatches(x)) pid=7) `)
-_PROCESS = re.compile(r"\(([A-Za-z].{0,80}?)\s?\bpid=(\d{1,10})(,[^()]{0,80})?\)\s?")
-_HEADER = re.compile(
+_PROCESS = lazy(r"\(([A-Za-z].{0,80}?)\s?\bpid=(\d{1,10})(,[^()]{0,80})?\)\s?")
+_HEADER = lazy(
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\s(?:\d{4}-)?\d\d-\d\d[ T]\d\d:\d\d(?::\d\d(?:[.,]\d{1,9})?)? "
     r"\[?([\w./-]{1,200}):\d{1,6}\] ?"
 )
 # in reports: without the date
-_SHORT_HEADER = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,4}\[([\w./-]{1,200}\.py)(?::\d{1,6})?\] {1,4}")
-_UVICORN = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,9}")
-_C10 = re.compile(r"\[([IWEF])(?:\d{3,4} \d\d:\d\d:\d\d\.\d{1,9}|\.{3}|…) (?:\d{1,10} )?([\w./-]{1,200}):\d{1,6}\] ?")
-_STAMPED = re.compile(
+_SHORT_HEADER = lazy(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,4}\[([\w./-]{1,200}\.py)(?::\d{1,6})?\] {1,4}")
+_UVICORN = lazy(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,9}")
+_C10 = lazy(r"\[([IWEF])(?:\d{3,4} \d\d:\d\d:\d\d\.\d{1,9}|\.{3}|…) (?:\d{1,10} )?([\w./-]{1,200}):\d{1,6}\] ?")
+_STAMPED = lazy(
     r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\s[-|:\[\s]{0,4}(?:[\w.]{1,60}\s[-|]\s)?"
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[\]\s:|-]{0,5}(?:[\w./-]{1,200}:\d{1,6} -- )?"
 )

@@ -5,62 +5,62 @@ Patterns for vLLM 0.6 to 0.33; where a wording changed the versions stand beside
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..incident import LogLine, Numbers
+from ..lazy import lazy
 from .log_records import Record, parse_records
 
 GIB = 2**30
 
 # v1/engine/core.py (V1: "a V1 LLM engine"), engine/llm_engine.py (V0: "an LLM engine")
-_ENGINE = re.compile(r"Initializing an? (?:V[01] )?LLM engine \(v([^)\s]+)\) with config: ")
-_CONFIG_MODEL = re.compile(r"\bmodel='([^']{1,4096})'")
-_CONFIG_MAX_LEN = re.compile(r"\bmax_seq_len=(\d{1,12})\b")
-_API_VERSION = re.compile(r"vLLM API server version (\d\S{0,60})")
-_BANNER_VERSION = re.compile(r"[█▀▄ ]{6,80}version (\d\S{0,60})")
-_LOADING_MODEL = re.compile(r"Starting to load model (\S{1,4096}?)\.{3}")
+_ENGINE = lazy(r"Initializing an? (?:V[01] )?LLM engine \(v([^)\s]+)\) with config: ")
+_CONFIG_MODEL = lazy(r"\bmodel='([^']{1,4096})'")
+_CONFIG_MAX_LEN = lazy(r"\bmax_seq_len=(\d{1,12})\b")
+_API_VERSION = lazy(r"vLLM API server version (\d\S{0,60})")
+_BANNER_VERSION = lazy(r"[█▀▄ ]{6,80}version (\d\S{0,60})")
+_LOADING_MODEL = lazy(r"Starting to load model (\S{1,4096}?)\.{3}")
 # tqdm of model_loader/weight_utils.py
-_SHARDS = re.compile(r"Loading [\w ]{1,40} checkpoint shards: {1,3}\d{1,3}% Completed \| (\d{1,6})/(\d{1,6}) ")
-_LOADING_TOOK = re.compile(r"Loading weights took (\d{1,9}(?:\.\d{1,9})?) seconds")  # default_loader.py, 0.8.0 on
+_SHARDS = lazy(r"Loading [\w ]{1,40} checkpoint shards: {1,3}\d{1,3}% Completed \| (\d{1,6})/(\d{1,6}) ")
+_LOADING_TOOK = lazy(r"Loading weights took (\d{1,9}(?:\.\d{1,9})?) seconds")  # default_loader.py, 0.8.0 on
 # gpu_model_runner.py; "Loading model weights took X GB" until 0.7.3 (GB means GiB there)
-_WEIGHTS = re.compile(
+_WEIGHTS = lazy(
     r"(?:Model loading|Loading model weights) took (\d{1,9}(?:\.\d{1,9})?) Gi?B"
     r"(?:(?: memory)? and (\d{1,9}(?:\.\d{1,9})?) seconds)?"
 )
-_KV_TOKENS = re.compile(r"(?:GPU|CPU|XPU|[A-Z]{2,6}) KV cache size: (\d[\d,]{0,20}) tokens")  # 0.8.0 on
-_KV_AVAILABLE = re.compile(r"Available KV cache memory: (-?\d{1,9}(?:\.\d{1,9})?) Gi?B")  # 0.9.2 on; may be negative
+_KV_TOKENS = lazy(r"(?:GPU|CPU|XPU|[A-Z]{2,6}) KV cache size: (\d[\d,]{0,20}) tokens")  # 0.8.0 on
+_KV_AVAILABLE = lazy(r"Available KV cache memory: (-?\d{1,9}(?:\.\d{1,9})?) Gi?B")  # 0.9.2 on; may be negative
 # worker/worker.py of V0, 0.6.4 to 0.10.2
-_V0_BUDGET = re.compile(
+_V0_BUDGET = lazy(
     r"total_gpu_memory \((\d{1,9}\.\d{1,9})Gi?B\) x gpu_memory_utilization \((\d\.\d{1,9})\) = (\d{1,9}\.\d{1,9})Gi?B"
 )
-_V0_PROFILE = re.compile(
+_V0_PROFILE = lazy(
     r"model weights take (-?\d{1,9}\.\d{1,9})Gi?B; non_torch_memory takes (-?\d{1,9}\.\d{1,9})Gi?B; "
     r"PyTorch activation peak memory takes (-?\d{1,9}\.\d{1,9})Gi?B; "
     r"the rest of the memory reserved for KV Cache is (-?\d{1,9}\.\d{1,9})Gi?B"
 )
 # gpu_worker.py after the capture, 0.10.2 on ("for weight" and "for non-torch memory" became one sum later)
-_ACTUAL_USAGE = re.compile(r"Free memory on device .{1,200}Actual usage is ")
+_ACTUAL_USAGE = lazy(r"Free memory on device .{1,200}Actual usage is ")
 _ACTUAL_PARTS = (
-    ("weights_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for weight,")),
-    ("activation_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for peak activation")),
-    ("non_torch_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for non-torch memory")),
-    ("graph_bytes", re.compile(r"(\d{1,9}(?:\.\d{1,9})?) GiB for CUDAGraph memory")),
+    ("weights_bytes", lazy(r"(\d{1,9}(?:\.\d{1,9})?) GiB for weight,")),
+    ("activation_bytes", lazy(r"(\d{1,9}(?:\.\d{1,9})?) GiB for peak activation")),
+    ("non_torch_bytes", lazy(r"(\d{1,9}(?:\.\d{1,9})?) GiB for non-torch memory")),
+    ("graph_bytes", lazy(r"(\d{1,9}(?:\.\d{1,9})?) GiB for CUDAGraph memory")),
 )
 # cpu_worker.py, 0.20 on
-_CPU_BUDGET = re.compile(
+_CPU_BUDGET = lazy(
     r"Auto set \((\d{1,9}(?:\.\d{1,9})?)/(\d{1,9}(?:\.\d{1,9})?)\) GiB for KV cache on node \d+, with "
     r"(\d{1,9}(?:\.\d{1,9})?) GiB requested memory"
 )
-_GRAPH = re.compile(r"Graph capturing finished in \d{1,9}(?:\.\d{1,9})? secs?, took (-?\d{1,9}(?:\.\d{1,9})?) Gi?B")
-_GRAPH_ESTIMATE = re.compile(r"Estimated CUDA graph memory: (-?\d{1,9}(?:\.\d{1,9})?) Gi?B")
-_AUTO_FIT = re.compile(r"Auto-fit max_model_len: reduced from \d{1,12} to (\d{1,12})")  # 0.14.1 on
-_FULL_FIT = re.compile(r"Auto-fit max_model_len: full model context length (\d{1,12}) fits")
-_SERVED = re.compile(
+_GRAPH = lazy(r"Graph capturing finished in \d{1,9}(?:\.\d{1,9})? secs?, took (-?\d{1,9}(?:\.\d{1,9})?) Gi?B")
+_GRAPH_ESTIMATE = lazy(r"Estimated CUDA graph memory: (-?\d{1,9}(?:\.\d{1,9})?) Gi?B")
+_AUTO_FIT = lazy(r"Auto-fit max_model_len: reduced from \d{1,12} to (\d{1,12})")  # 0.14.1 on
+_FULL_FIT = lazy(r"Auto-fit max_model_len: full model context length (\d{1,12}) fits")
+_SERVED = lazy(
     r"(?:Starting vLLM (?:API )?server(?: \d+)? on|Uvicorn running on) ((?:http://|https://|unix:)\S{1,300})"
 )
-_STARTED = re.compile(r"Application startup complete\.")
+_STARTED = lazy(r"Application startup complete\.")
 
 
 @dataclass(frozen=True)

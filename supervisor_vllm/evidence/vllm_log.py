@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ..errors import UserError
 from ..incident import LogLine
+from ..lazy import lazy
 from .log_records import parse_records, plain, process_prefixes
 from .startup_facts import StartupFacts, startup_facts, vllm_version
 
@@ -107,18 +107,18 @@ def pids_in_log(lines: Iterable[LogLine]) -> frozenset[int]:
     return frozenset(found)
 
 
-_SERVER_PROCESS = re.compile(r"Started server process \[(\d{1,10})\]")
+_SERVER_PROCESS = lazy(r"Started server process \[(\d{1,10})\]")
 
 # Lines that a server writes once in its life, before anything else of its own. One that comes again is a new life.
 # api_server.py until 0.22.1 ("vLLM API server version"), the banner since, argparse's usage.
 _SERVER_STARTS = (
-    re.compile(r"vLLM API server version \d"),
-    re.compile(r"[█▀▄ ]{6,80}version \d"),
-    re.compile(r"non-default args: \{"),
-    re.compile(r"usage: (?:vllm|api_server\.py)\b"),
+    lazy(r"vLLM API server version \d"),
+    lazy(r"[█▀▄ ]{6,80}version \d"),
+    lazy(r"non-default args: \{"),
+    lazy(r"usage: (?:vllm|api_server\.py)\b"),
 )
 # Without an API server (offline, run-batch): the engine's own first line; one a process (data parallel has several).
-_ENGINE_START = re.compile(r"Initializing an? (?:V[01] )?LLM engine \(v")
+_ENGINE_START = lazy(r"Initializing an? (?:V[01] )?LLM engine \(v")
 
 
 def last_life(lines: list[LogLine]) -> tuple[LogLine, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from ..lazy import lazy
 from ..redaction import redact_text as redact
 from .arguments import ALL, BARE, MANY, SHORT
 from .words import Character, Word, raw_characters, simple_commands, split
@@ -23,8 +24,8 @@ _SERVER_MODULES = frozenset({"vllm.entrypoints.openai.api_server", "vllm.entrypo
 _CLI_MODULES = frozenset({"vllm", "vllm.entrypoints.cli.main"})
 #: What only talks about a command.
 _NOT_LAUNCHERS = frozenset({"echo", "printf", "grep", "pgrep", "pkill", "test", "which", "cat"})
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-_HUMAN_INT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+_ASSIGNMENT = lazy(r"[A-Za-z_][A-Za-z0-9_]*=")
+_HUMAN_INT = lazy(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
