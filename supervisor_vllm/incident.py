@@ -55,11 +55,14 @@ class ProcessRef:
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of the program's log. `number` counts from 1 in its file; `source` is the file's role."""
+    """One line of the program's log. `number` counts from 1 in its file; None where the file is too large to count,
+    then `offset` (bytes) says where it is. `source` is the file's role, `file` the name of a rotated one."""
 
-    number: int
+    number: int | None
     text: str
     source: str = "vllm-log"
+    offset: int | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,14 @@ class Incident:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line that decides. `source` is vllm-log, kernel-log, cgroup, exit-status, gpu, host or supervisord."""
+    """A line that decides. `source` is vllm-log, kernel-log, cgroup, exit-status, gpu, host or supervisord.
+    `line` counts from 1; None in a log too large to count: `offset` is in bytes. `file`: a rotated one."""
 
     source: str
     text: str
     line: int | None = None
+    offset: int | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)

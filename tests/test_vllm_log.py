@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from supervisor_vllm.errors import UserError
-from supervisor_vllm.evidence import vllm_log
+from supervisor_vllm.evidence import log_file
 from supervisor_vllm.evidence.log_records import parse_records
 from supervisor_vllm.evidence.startup_facts import measurements
 from supervisor_vllm.evidence.vllm_log import (
@@ -49,7 +49,7 @@ def test_only_what_was_written_since_the_mark(tmp_path: Path) -> None:
     append(path, b"old life: CUDA out of memory\n")
     mark = mark_end(str(path))
     append(path, b"one\ntwo\n")
-    assert [(line.number, line.text) for line in read_life((mark,))] == [(1, "one"), (2, "two")]
+    assert [(line.number, line.text) for line in read_life((mark,))] == [(2, "one"), (3, "two")]
 
 
 def test_nothing_new(tmp_path: Path) -> None:
@@ -78,7 +78,12 @@ def test_rotation_in_the_middle_of_a_line(tmp_path: Path) -> None:
     append(path, b"four\n")
     expected = ["one", "ValueError: No available memory for the cache blocks.", "three", "four"]
     assert texts(read_life((mark,))) == expected
-    assert [line.number for line in read_life((mark,))] == [1, 2, 3, 4]
+    assert [(line.file, line.number) for line in read_life((mark,))] == [
+        ("v.log.2", 2),
+        ("v.log.2", 3),
+        ("v.log.1", 2),
+        (None, 1),
+    ]
 
 
 def test_older_rotated_files_are_of_older_lives(tmp_path: Path) -> None:
@@ -125,8 +130,9 @@ def test_colours_progress_bars_crlf_and_bad_bytes(tmp_path: Path) -> None:
 
 
 def test_long_life_keeps_start_and_end_with_true_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_log, "HEAD_BYTES", 1000)
-    monkeypatch.setattr(vllm_log, "TAIL_BYTES", 2000)
+    monkeypatch.setattr(log_file, "HEAD_BYTES", 1000)
+    monkeypatch.setattr(log_file, "STEP_BYTES", 500)
+    monkeypatch.setattr(log_file, "TAIL_BYTES", 2000)
     path = tmp_path / "v.log"
     mark = mark_end(str(path))
     append(path, b"".join(b"line %d\n" % number for number in range(1, 2001)))

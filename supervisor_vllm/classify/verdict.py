@@ -93,7 +93,8 @@ def _complete(verdict: Verdict, found: Scan, measured: Numbers) -> Verdict:
 
 
 def log_evidence(line: LogLine) -> Evidence:
-    return Evidence(line.source, line.text[:_EVIDENCE_CHARS], line.number)
+    offset = line.offset if line.number is None else None
+    return Evidence(line.source, line.text[:_EVIDENCE_CHARS], line.number, offset, line.file)
 
 
 def _exit_evidence(incident: Incident, end: EndSignal | None) -> tuple[Evidence, ...]:

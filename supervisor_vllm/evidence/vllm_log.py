@@ -1,17 +1,21 @@
-"""vLLM's log files: the lines of one life, through rotation, in bounded memory."""
+"""vLLM's log: the lines of one life, wherever they are (rotated, compressed, in a pipe) and whoever carried them."""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from ..errors import UserError
 from ..incident import LogLine
 from ..lazy import lazy
+from . import log_file
+from .log_file import RawLine, Segment
 from .log_records import parse_records, plain, process_prefixes
 from .startup_facts import StartupFacts, startup_facts, vllm_version
+from .transport import unwrap
 
 __all__ = [
     "LogPosition",
@@ -25,12 +29,11 @@ __all__ = [
     "vllm_version",
 ]
 
-# Of a longer life, the start (arguments, model, budget) and the end (the death) are kept, the middle is counted.
-HEAD_BYTES = 4 * 2**20
-TAIL_BYTES = 16 * 2**20
-_CHUNK_BYTES = 2**20
 #: supervisord's stdout_logfile_backups is 10 by default
 _MAX_BACKUPS = 100
+#: So far back a life's beginning is looked for in rotated files.
+_MAX_OLDER = 10
+_GZIP = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,6 @@ class LogPosition:
     path: str
     inode: int
     offset: int
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """`length` bytes of a file from `start` on."""
-
-    path: str
-    start: int
-    length: int
 
 
 def mark_end(path: str) -> LogPosition:
@@ -72,27 +66,111 @@ def mark_begin(path: str) -> LogPosition:
 
 
 def read_life(positions: tuple[LogPosition, ...]) -> tuple[LogLine, ...]:
-    """The lines since the marks, file after file, each file's numbered from 1. Blank lines are left out."""
+    """The lines since the marks, file after file, with their numbers in their files. Blank lines are left out."""
     lines: list[LogLine] = []
     for position in positions:
         try:
-            lines += _read_segments(_segments_since(position))
+            lines += _decoded(log_file.read_segments(_segments_since(position), _holds_a_start))
         except OSError:  # gone between looking and reading: what is left of the evidence has to do
             continue
     return tuple(lines)
 
 
-def read_file(path: str) -> tuple[LogLine, ...]:
-    """The last life in a whole file, with the file's own line numbers. UserError: it can't be read."""
+def read_file(path: str, *, life: int | None = None) -> tuple[LogLine, ...]:
+    """One life in a whole file (`-`: the standard input): the last one, or the one of that number: 1 is the first,
+    -1 the last. Where its beginning was rotated away, the older file has it. UserError: it can't be read."""
     if os.path.isdir(path):
-        raise UserError(f"{path} is a directory", hint="give the log file itself")
+        raise UserError(f"{path} is a directory", hint="give the log file itself, or --dir for a folder of logs")
     try:
-        size = os.stat(path).st_size
-        lines = _read_segments([_Segment(path, 0, size)] if size else [])
+        if life is not None:
+            return _numbered_life(path, life)
+        lines = _read_whole(path)
+        if path != "-" and not any(True for _ in life_starts(lines)):
+            lines = _with_older(path, lines)
+        return last_life(lines)
     except OSError as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else "check its rights"
         raise UserError(f"{path} can't be read: {error.strerror or error}", hint=hint) from None
-    return last_life(lines)
+
+
+def _read_whole(path: str) -> list[LogLine]:
+    if path == "-":
+        return _decoded(log_file.read_stream(sys.stdin.buffer))
+    if _is_gzip(path):
+        return _decoded(log_file.read_gzip(path))
+    return _decoded(log_file.read_segments([Segment(path, 0, os.stat(path).st_size)], _holds_a_start))
+
+
+def _is_gzip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == _GZIP
+
+
+def _with_older(path: str, lines: list[LogLine]) -> list[LogLine]:
+    """With the lines since the life's beginning in the rotated files; without a beginning there, nothing of them."""
+    older: list[LogLine] = []
+    for name in older_files(path)[:_MAX_OLDER]:
+        try:
+            found = _read_whole(name)
+        except OSError:
+            break
+        own = os.path.basename(name)
+        older = [LogLine(line.number, line.text, line.source, line.offset, own) for line in found] + older
+        if any(True for _ in life_starts(found)):
+            return [*last_life(older), *lines]
+    return lines
+
+
+def older_files(path: str) -> list[str]:
+    """The rotated files of a log, newest first: `x.log.1`, `x.log.2.gz` (supervisord, logrotate), `x.log-20260501.gz`
+    (logrotate's dateext), `x.log.20260501-120000` (kubelet)."""
+    numbered = []
+    for number in range(1, _MAX_BACKUPS + 1):
+        name = next((name for name in (f"{path}.{number}", f"{path}.{number}.gz") if os.path.isfile(name)), None)
+        if name is None:
+            break
+        numbered.append(name)
+    if numbered:
+        return numbered
+    folder, base = os.path.split(path)
+    dated = re.compile(re.escape(base) + r"[-.]\d{8}(?:-\d{1,10})?(?:\.gz)?")
+    try:
+        names = [name for name in os.listdir(folder or ".") if dated.fullmatch(name)]
+    except OSError:
+        return []
+    return [os.path.join(folder, name) for name in sorted(names, reverse=True)]
+
+
+def _numbered_life(path: str, number: int) -> tuple[LogLine, ...]:
+    """Reads all of the file: a life in the middle can be anywhere."""
+    if path == "-" or _is_gzip(path):
+        lines = _read_whole(path)
+        starts = list(life_starts(lines)) or [0]
+        begin, end = _life_bounds(path, starts, number, len(lines))
+        return tuple(lines[begin:end])
+    starts = _start_offsets(path)
+    begin, end = _life_bounds(path, starts, number, os.stat(path).st_size)
+    return tuple(_decoded(log_file.read_segments([Segment(path, begin, end - begin)], lambda _: False)))
+
+
+def _life_bounds(path: str, starts: list[int], number: int, end: int) -> tuple[int, int]:
+    index = number - 1 if number > 0 else len(starts) + number
+    if number == 0 or not 0 <= index < len(starts):
+        lives = f"{len(starts)} lives" if len(starts) != 1 else "1 life"
+        raise UserError(f"{path} holds {lives}, there is no life {number}", hint="1 is the first, -1 the last")
+    return starts[index], starts[index + 1] if index + 1 < len(starts) else end
+
+
+def _start_offsets(path: str) -> list[int]:
+    """Where in the file the lives begin, in bytes."""
+    lines: list[LogLine] = []
+    offset = 0
+    with open(path, "rb") as file:
+        for data in file:
+            if any(word in data for word in _START_WORDS) or any(word in data for word in _ALIVE_WORDS):
+                lines += _decoded([RawLine(data[: log_file.LINE_BYTES], offset)])
+            offset += len(data)
+    return [lines[index].offset or 0 for index in life_starts(lines)] or [0]
 
 
 def pids_in_log(lines: Iterable[LogLine]) -> frozenset[int]:
@@ -119,39 +197,73 @@ _SERVER_STARTS = (
 )
 # Without an API server (offline, run-batch): the engine's own first line; one a process (data parallel has several).
 _ENGINE_START = lazy(r"Initializing an? (?:V[01] )?LLM engine \(v")
+_SERVER_START_WORDS = (
+    b"API server version ",
+    b"  version ",
+    b"non-default args: {",
+    b"usage: vllm",
+    b"usage: api_server",
+)
+_START_WORDS = (*_SERVER_START_WORDS, b" engine (v")
+# What a server writes only after these: found before the first of them, it is the end of an earlier life.
+_ALIVE_WORDS = (
+    b"Application startup complete",
+    b"Starting to load model",
+    b"Loading model weights took",
+    b"Model loading took",
+    b"Avg prompt throughput: ",
+    b"Engine core init",
+    b"EngineCore ",
+    b"Shutting down",
+    b"KV cache size: ",
+)
 
 
 def last_life(lines: list[LogLine]) -> tuple[LogLine, ...]:
     """The lines of the last start only: old error text in an appended log must not decide."""
-    start = _last_start(lines, server=True)
-    if start is None:
-        start = _last_start(lines, server=False)
-    return tuple(lines[start or 0 :])
+    starts = list(life_starts(lines))
+    return tuple(lines[starts[-1] if starts else 0 :])
 
 
-def _last_start(lines: list[LogLine], *, server: bool) -> int | None:
-    """The index at which the last of several lives begins; 0 for the only one, None without any mark."""
-    start: int | None = None
+def life_starts(lines: list[LogLine]) -> Iterator[int]:
+    """The indexes at which lives begin; none where no line says so."""
+    found = list(_starts(lines, server=True))
+    yield from found or _starts(lines, server=False)
+
+
+def _holds_a_start(data: bytes) -> bool:
+    """Does a server's life begin in these bytes?"""
+    if not any(word in data for word in _SERVER_START_WORDS):
+        return False
+    marked = [line for line in data.split(b"\n") if any(word in line for word in _SERVER_START_WORDS)]
+    return any(True for _ in _starts(_decoded([RawLine(line, 0) for line in marked]), server=True))
+
+
+def _starts(lines: list[LogLine], *, server: bool) -> Iterator[int]:
+    """What stands before the first mark (warnings of imports) belongs to that life, unless a life ended there."""
+    begun = alive = False
     seen: dict[object, int | None] = {}
     for index, line in enumerate(lines):
-        if (
-            "version " not in line.text
-            and "usage: " not in line.text
-            and " engine (v" not in line.text
-            and ("non-default args" not in line.text)
-        ):
+        if not any(word in line.text for word in _START_TEXTS):
+            alive = alive or (server and not begun and any(word in line.text for word in _ALIVE_TEXTS))
             continue
         for record in parse_records((line,)):
             mark = _start_mark(record.body, record.process, server=server)
             if mark is None or record.level not in (None, "INFO"):
                 continue
-            if start is None:
-                start = 0
+            if not begun:
+                begun = True
+                if alive:
+                    yield 0
+                yield index if alive else 0
             elif mark in seen and (seen[mark] is None or seen[mark] != record.pid):
-                start = index
+                yield index
                 seen.clear()
             seen[mark] = record.pid
-    return start
+
+
+_START_TEXTS = tuple(word.decode() for word in _START_WORDS)
+_ALIVE_TEXTS = tuple(word.decode() for word in _ALIVE_WORDS)
 
 
 def _start_mark(body: str, process: str, *, server: bool) -> object | None:
@@ -160,14 +272,14 @@ def _start_mark(body: str, process: str, *, server: bool) -> object | None:
     return next((pattern.pattern for pattern in _SERVER_STARTS if pattern.match(body)), None)
 
 
-def _segments_since(position: LogPosition) -> list[_Segment]:
+def _segments_since(position: LogPosition) -> list[Segment]:
     """Where the bytes after the mark are now, oldest first."""
     current = mark_end(position.path)
     if current.inode == position.inode and position.inode:
         # copytruncate: the same file, shorter than it was
         start = position.offset if current.offset >= position.offset else 0
-        return [_Segment(position.path, start, current.offset - start)]
-    newer = [_Segment(position.path, 0, current.offset)] if current.inode else []
+        return [Segment(position.path, start, current.offset - start)]
+    newer = [Segment(position.path, 0, current.offset)] if current.inode else []
     if not position.inode:
         return newer
     # supervisord renames path → path.1 → path.2 …: all files that are newer than the marked one are of this life
@@ -177,47 +289,18 @@ def _segments_since(position: LogPosition) -> list[_Segment]:
             break
         if backup.inode == position.inode:
             start = min(position.offset, backup.offset)
-            return [_Segment(backup.path, start, backup.offset - start), *newer]
-        newer.insert(0, _Segment(backup.path, 0, backup.offset))
+            return [Segment(backup.path, start, backup.offset - start, os.path.basename(backup.path)), *newer]
+        newer.insert(0, Segment(backup.path, 0, backup.offset, os.path.basename(backup.path)))
     # the marked file is gone (cleared, or rotated away): only the newest file is surely of this life
     return newer[-1:]
 
 
-def _read_segments(segments: list[_Segment]) -> list[LogLine]:
-    total = sum(segment.length for segment in segments)
-    if total <= HEAD_BYTES + TAIL_BYTES:
-        return list(_lines(b"".join(_chunks(segments, 0, total)), first_number=1))
-    head = b"".join(_chunks(segments, 0, HEAD_BYTES))
-    head = head[: head.rfind(b"\n") + 1] or head  # the cut line is not a line
-    skipped = sum(chunk.count(b"\n") for chunk in _chunks(segments, len(head), total - TAIL_BYTES))
-    tail = b"".join(_chunks(segments, total - TAIL_BYTES, total))
-    number = head.count(b"\n") + skipped + 1
-    cut = tail.find(b"\n") + 1
-    return [*_lines(head, first_number=1), *_lines(tail[cut:], first_number=number + (1 if cut else 0))]
-
-
-def _chunks(segments: list[_Segment], begin: int, end: int) -> Iterator[bytes]:
-    """The bytes begin..end of the segments seen as one: a line that a rotation cut is whole again."""
-    position = 0
-    for segment in segments:
-        low, high = max(begin, position), min(end, position + segment.length)
-        if low < high:
-            with open(segment.path, "rb") as file:
-                file.seek(segment.start + low - position)
-                yield from _read_exactly(file, high - low)
-        position += segment.length
-
-
-def _read_exactly(file: BinaryIO, length: int) -> Iterator[bytes]:
-    while length > 0 and (chunk := file.read(min(length, _CHUNK_BYTES))):
-        length -= len(chunk)
-        yield chunk
-
-
-def _lines(data: bytes, *, first_number: int) -> Iterator[LogLine]:
+def _decoded(raw: list[RawLine]) -> list[LogLine]:
     """Only \\n counts as a line's end; the parts of a progress bar (\\r) share their line's number."""
-    for number, raw in enumerate(data.split(b"\n"), first_number):
-        for part in raw.split(b"\r"):
+    lines = []
+    for data, offset, number, name in raw:
+        for part in data.split(b"\r") if b"\r" in data else (data,):
             text = plain(part.decode("utf-8", errors="replace")).rstrip()
             if text:
-                yield LogLine(number, text)
+                lines.append(LogLine(number, text, "vllm-log", offset, name))
+    return list(unwrap(lines))
