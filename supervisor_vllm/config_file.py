@@ -1,6 +1,6 @@
-"""The file that `init` writes to conf.d: the listener's section and the settings of each program.
+"""The file that `init` writes to conf.d: the listeners' sections and the settings of each program.
 
-supervisord reads the first section and ignores the others (measured: sections it doesn't know, an odd `%` in them too).
+supervisord reads the listeners' sections and ignores the others (measured: an odd `%` in them does no harm).
 It is edited with ConfigUpdater, so that comments and hand edits stay.
 """
 
@@ -18,9 +18,13 @@ from .errors import UserError
 from .settings import TABLE, Settings, parse_settings
 
 LISTENER = "eventlistener:supervisor-vllm"
+#: Only where the output of a program is no file. Not the listener's own section: there a flood of output takes the
+#: whole buffer, and supervisord drops the oldest event, that of a death among them (measured).
+OUTPUT_LISTENER = "eventlistener:supervisor-vllm-output"
 COMMON = "supervisor-vllm"
 PROGRAM_PREFIX = "supervisor-vllm:"
 STEM = "supervisor-vllm"
+OUTPUT_LISTENER_LOG = "output-listener.log"
 DEFAULT_CONF_DIR = Path("/etc/supervisor/conf.d")
 DEFAULT_STATE_DIR = Path("/var/lib/supervisor-vllm")
 
@@ -40,6 +44,7 @@ class Config:
     state_dir: Path
     supervisord_conf: Path
     programs: tuple[ProgramConfig, ...] = ()
+    has_output_listener: bool = False
 
     @property
     def conf_dir(self) -> Path:
@@ -98,7 +103,13 @@ def parse_config(path: Path, text: str) -> Config:
         for section in parser.sections()
         if section.startswith(PROGRAM_PREFIX)
     )
-    return Config(path, Path(common["state_dir"]), Path(common["supervisord_conf"]), programs)
+    return Config(
+        path,
+        Path(common["state_dir"]),
+        Path(common["supervisord_conf"]),
+        programs,
+        parser.has_section(OUTPUT_LISTENER),
+    )
 
 
 def _parse(path: Path, text: str) -> configparser.RawConfigParser:
@@ -132,8 +143,12 @@ def edited(
     state_dir: Path,
     supervisord_conf: Path,
     settings: Mapping[str, str],
+    output_listener: bool = False,
 ) -> str:
-    """The file's text with this program in it. What stands there already stays as it is, other than what is set now."""
+    """The file's text with this program in it. What stands there already stays as it is, other than what is set now.
+
+    `output_listener`: the program's log is no file, and its output must be taken from supervisord's events.
+    """
     from configupdater import ConfigUpdater
 
     for name, value in settings.items():
@@ -147,11 +162,14 @@ def edited(
     _set(updater[COMMON], "supervisord_conf", str(supervisord_conf))
     _set(updater[LISTENER], "command", listener_command(path))
     _set(updater[LISTENER], "stderr_logfile", _doubled(str(state_dir / "listener.log")))
+    if output_listener and not updater.has_section(OUTPUT_LISTENER):
+        _add_after(updater[LISTENER], OUTPUT_LISTENER, _new_output_listener(path, state_dir))
+    if updater.has_section(OUTPUT_LISTENER):
+        _set(updater[OUTPUT_LISTENER], "command", output_listener_command(path))
+        _set(updater[OUTPUT_LISTENER], "stderr_logfile", _doubled(str(state_dir / OUTPUT_LISTENER_LOG)))
     section = PROGRAM_PREFIX + program
     if not updater.has_section(section):
-        new = ConfigUpdater()
-        new.read_string(_new_section(section, override_name, settings))
-        updater[updater.sections()[-1]].add_after.space(1).section(new[section].detach())
+        _add_after(updater[updater.sections()[-1]], section, _new_section(section, override_name, settings))
     for name, value in {"override": override_name, **settings}.items():
         _set(updater[section], name, value)
     return str(updater)
@@ -164,6 +182,15 @@ def _set(section: Any, name: str, value: str) -> None:
             section[name].value = value
         return
     section[section.options()[-1]].add_after.option(name, value)
+
+
+def _add_after(place: Any, name: str, text: str) -> None:
+    """The text's section `name`, after a blank line."""
+    from configupdater import ConfigUpdater
+
+    new = ConfigUpdater()
+    new.read_string(text)
+    place.add_after.space(1).section(new[name].detach())
 
 
 def without_program(before: str, program: str) -> str | None:
@@ -181,6 +208,10 @@ def without_program(before: str, program: str) -> str | None:
 def listener_command(path: Path) -> str:
     """This very interpreter: it is the one that has our package."""
     return _doubled(shlex.join([sys.executable, "-m", "supervisor_vllm", "listen", "--config", str(path)]))
+
+
+def output_listener_command(path: Path) -> str:
+    return _doubled(shlex.join([sys.executable, "-m", "supervisor_vllm.output_listener", "--config", str(path)]))
 
 
 def _doubled(text: str) -> str:
@@ -214,6 +245,24 @@ stderr_logfile_backups=2
 [{COMMON}]
 state_dir={state_dir}
 supervisord_conf={supervisord_conf}
+"""
+
+
+def _new_output_listener(path: Path, state_dir: Path) -> str:
+    return f"""\
+[{OUTPUT_LISTENER}]
+; keeps the output of a program whose log isn't a file; with a buffer of its own, so that no flood pushes a death out
+command={output_listener_command(path)}
+events=PROCESS_LOG,PROCESS_STATE,TICK_5
+buffer_size=1000
+startsecs=0
+directory=/
+autostart=true
+autorestart=unexpected
+exitcodes=0,2
+stderr_logfile={_doubled(str(state_dir / OUTPUT_LISTENER_LOG))}
+stderr_logfile_maxbytes=1MB
+stderr_logfile_backups=1
 """
 
 

@@ -41,6 +41,8 @@ class Context:
     leftovers: tuple[ProcessRef, ...] = ()
     #: a start of ours whose STARTING event is still to come
     own_start: bool = False
+    #: supervisord's number of the event of the program's last end, until its output has been waited for
+    end_serial: int | None = None
 
     @property
     def name(self) -> str:

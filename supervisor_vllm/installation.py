@@ -6,6 +6,7 @@ init decides everything before it writes anything, and writes only what differs.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import config_file, override
+from . import config_file, output, override
 from .config_file import Config, ProgramConfig
 from .errors import UserError
 from .incident import Change
@@ -58,7 +59,8 @@ def init(
     section = _user_section(main_file, conf_dir, existing, program)
     override_path = _override_path(main_file, section, conf_dir, suffix, existing)
     state = (state_dir or (existing.state_dir if existing else config_file.DEFAULT_STATE_DIR)).absolute()
-    text = config_file.edited(
+    edit = functools.partial(
+        config_file.edited,
         override.read_text(path),
         path,
         program=program,
@@ -67,8 +69,11 @@ def init(
         supervisord_conf=main_file,
         settings=settings,
     )
+    text = edit()
     shadow = config_file.parse_config(path, text).program(program).settings.mode == "shadow"
-    findings = list(_findings(read_conf(main_file, skip=(override_path,)), section))
+    if output.captured_channels(section, shadow=shadow):
+        text = edit(output_listener=True)
+    findings = list(_findings(read_conf(main_file, skip=(override_path,)), section, state, shadow=shadow))
     make_state_dir(state)
     changed = _write_all(path, text, override_path, None if shadow else section, state)
     findings += _written(changed, path, override_path, shadow=shadow)
@@ -200,7 +205,7 @@ def _ctl(main_file: Path, *words: str) -> str:
 # -- what is found -----------------------------------------------------------------------------------------------------
 
 
-def _findings(conf: SupervisordConf, section: ProgramSection) -> Iterator[Finding]:
+def _findings(conf: SupervisordConf, section: ProgramSection, state_dir: Path, *, shadow: bool) -> Iterator[Finding]:
     yield Finding("ok", f"[program:{section.name}] in {section.file}: {_short(section.command)}")
     if section.group_name != section.name:
         yield _group_finding(section)
@@ -208,7 +213,7 @@ def _findings(conf: SupervisordConf, section: ProgramSection) -> Iterator[Findin
     if process != section.name:
         yield Finding("ok", f"process_name: supervisord knows it as {section.full_names[0]}")
     yield from _http_findings(conf)
-    yield from _log_findings(section)
+    yield from _log_findings(section, state_dir, shadow=shadow)
     if section.options.get("autorestart", "unexpected") != "false":
         yield Finding(
             "note", "autorestart: taken over by the override (supervisord would start the old arguments again)"
@@ -240,22 +245,30 @@ def _http_findings(conf: SupervisordConf) -> Iterator[Finding]:
         yield Finding("ok", "it has a password: the listener reads it from supervisord's own configuration")
 
 
-def _log_findings(section: ProgramSection) -> Iterator[Finding]:
+def _log_findings(section: ProgramSection, state_dir: Path, *, shadow: bool) -> Iterator[Finding]:
     options = section.options
-    file = options.get("stdout_logfile", "AUTO")
-    syslog = options.get("stdout_syslog", "").lower() in ("true", "on", "yes", "1")
-    if file.upper() == "NONE" or file.startswith(("/dev/", "/proc/")) or file == "syslog" or syslog:
-        yield Finding(
-            "warning",
-            f"stdout_logfile={file}: there is no log that can be read back, so most deaths stay `unknown`; "
-            "set stdout_logfile to a file and redirect_stderr=true",
-        )
-        return
-    if file.upper() == "AUTO":
-        yield Finding(
-            "note", "stdout_logfile=AUTO: supervisord deletes that log at its next start; a named file is better"
-        )
-    if options.get("redirect_stderr", "false").lower() not in ("true", "on", "yes", "1"):
+    redirected = options.get("redirect_stderr", "false").lower() in ("true", "on", "yes", "1")
+    captured = output.captured_channels(section, shadow=shadow)
+    for channel in ("stdout",) if redirected else ("stdout", "stderr"):
+        file = options.get(f"{channel}_logfile", "AUTO")
+        if channel in captured:
+            kept = output.output_path(state_dir, section.name, channel)
+            yield Finding(
+                "note",
+                f"{channel}_logfile={file}: no log that can be read back; what {section.name} writes is also taken "
+                f"from supervisord's events ({channel}_events_enabled), and kept in {kept}",
+            )
+        elif not output.is_log_file(file):
+            yield Finding(
+                "warning",
+                f"{channel}_logfile={file}: there is no log that can be read back, so most deaths stay `unknown`; "
+                f"set {channel}_logfile to a file, or {channel}_events_enabled=true",
+            )
+        elif file.upper() == "AUTO" and channel == "stdout":
+            yield Finding(
+                "note", "stdout_logfile=AUTO: supervisord deletes that log at its next start; a named file is better"
+            )
+    if not redirected:
         yield Finding(
             "note",
             "redirect_stderr is not set: tracebacks go to another file than vLLM's log; redirect_stderr=true is better",
@@ -337,9 +350,11 @@ def _program_findings(config: Config, item: ProgramConfig) -> Iterator[Finding]:
         else:
             yield Finding("error", str(why))
         return
-    yield from _findings(conf, section)
+    shadow = item.settings.mode == "shadow"
+    yield from _findings(conf, section, config.state_dir, shadow=shadow)
+    yield from _output_findings(config, section, shadow=shadow)
     if not item.override_path.exists():
-        level = "ok" if item.settings.mode == "shadow" else "warning"
+        level = "ok" if shadow else "warning"
         yield Finding(level, f"{item.override_path} is not there: supervisord's own restarts are in force")
     elif not _wins(config.supervisord_conf, section, item.override_path):
         yield Finding(
@@ -347,6 +362,30 @@ def _program_findings(config: Config, item: ProgramConfig) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", f"the override {item.override_path} is read last")
+
+
+def _output_findings(config: Config, section: ProgramSection, *, shadow: bool) -> Iterator[Finding]:
+    """Does what a program needs whose log is no file really stand in the configuration, and run?"""
+    from .lock import is_running
+
+    channels = output.captured_channels(section, shadow=shadow)
+    if not channels:
+        return
+    if not config.has_output_listener:
+        yield Finding(
+            "warning",
+            f"{config.path} has no section [{config_file.OUTPUT_LISTENER}]: what {section.name} writes is not kept, "
+            "and most deaths stay `unknown`; run init again",
+        )
+        return
+    in_force = program(read_conf(config.supervisord_conf), section.name).options
+    for channel in channels:
+        if in_force.get(f"{channel}_events_enabled", "").lower() not in ("true", "on", "yes", "1"):
+            yield Finding("warning", f"{channel}_events_enabled is not set by the override; run init again")
+    if is_running(output.output_directory(config.state_dir)):
+        yield Finding("ok", "the output listener runs")
+    else:
+        yield Finding("error", f"the output listener does not run; try: {_ctl(config.supervisord_conf, 'status')}")
 
 
 def _state_findings(config: Config) -> Iterator[Finding]:

@@ -1,24 +1,20 @@
 """The event listener: supervisord's protocol in, one recovery a program.
 
-The thread that reads the protocol answers each event at once and does nothing else: supervisord's buffer throws the
-*oldest* event away when a listener is slow (measured). One stray byte on stdout and supervisord never sends an event
-again, so stdout is moved out of everybody's reach first. It is crash-only: the journal holds every step, a SIGKILL or
-supervisord's SIGTERM needs no farewell.
+The thread that reads the protocol answers each event at once and does nothing else (see `protocol`). It is crash-only:
+the journal holds every step, a SIGKILL or supervisord's SIGTERM needs no farewell.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
+from . import output
 from .config_file import Config, load_config
 from .context import Context, say
 from .control import Supervisord, connect
@@ -26,6 +22,7 @@ from .errors import UserError
 from .inbox import STOP, TICK, Event, Inbox
 from .journal import make_state_dir, open_journal
 from .lock import take_lock
+from .protocol import SupervisordEvent, read_events, take_stdin, take_stdout
 from .recovery import look_after
 from .supervisord_conf import http_server, program, read_conf
 
@@ -41,43 +38,16 @@ _GROUP = re.compile(r"groupname:(?P<group>.*?)\s*$")
 
 def listen(config_path: Path) -> None:
     """Runs until supervisord closes the pipe. Raises UserError before the first READY where the settings are wrong."""
-    protocol_in = io.TextIOWrapper(os.fdopen(os.dup(0), "rb"), encoding="utf-8", errors="replace", newline="")
-    protocol_out = _take_stdout()
+    protocol_in, protocol_out = take_stdin(), take_stdout()
     config = load_config(config_path)
     make_state_dir(config.state_dir)
     lock = take_lock(config.state_dir)
     watchers = Watchers(config, _connection(config))
     watchers.update(config)
     say("listener", f"looks after {', '.join(watchers.inboxes) or 'no program'}")
-    for name, payload in read_events(protocol_in, protocol_out):
-        watchers.hand_out(name, payload)
+    for event in read_events(protocol_in, protocol_out):
+        watchers.hand_out(event)
     os.close(lock)
-
-
-def _take_stdout() -> TextIO:
-    """The protocol's own copy of stdout; fd 1 becomes stderr, so that no library's print reaches supervisord."""
-    protocol_out = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    return protocol_out
-
-
-def read_events(protocol_in: TextIO, protocol_out: TextIO) -> Iterator[tuple[str, str]]:
-    """(event name, payload) one after the other, each answered before it is handed on. Ends at the end of file.
-
-    The header's `len` counts characters, not bytes (supervisor 4.3.0 process.py: len of a str).
-    """
-    while True:
-        protocol_out.write("READY\n")
-        protocol_out.flush()
-        header = protocol_in.readline()
-        if not header:
-            return
-        fields = dict(token.split(":", 1) for token in header.split() if ":" in token)
-        payload = protocol_in.read(int(fields.get("len", "0")))
-        protocol_out.write("RESULT 2\nOK")
-        protocol_out.flush()
-        yield fields.get("eventname", ""), payload
 
 
 def _connection(config: Config) -> Supervisord:
@@ -140,7 +110,8 @@ class Watchers:
                 return
             self._prepare(name)
 
-    def hand_out(self, name: str, payload: str) -> None:
+    def hand_out(self, event: SupervisordEvent) -> None:
+        name, payload = event.name, event.payload
         if name.startswith("TICK"):
             self._follow_config()
             for inbox in self.inboxes.values():
@@ -148,9 +119,11 @@ class Watchers:
             return
         match = _PROCESS_STATE.match(payload) if name.startswith("PROCESS_STATE_") else None
         if match:
-            event = _state_event(name, match.groupdict())
+            told = _state_event(name, match.groupdict())
             for program_name in self._programs_of(match["group"], match["process"]):
-                self.inboxes[program_name].put(event)
+                if told.name in ("EXITED", "FATAL", "STOPPED"):
+                    self.contexts[program_name].end_serial = event.serial
+                self.inboxes[program_name].put(told)
         elif name == "PROCESS_GROUP_REMOVED" and (match := _GROUP.match(payload)):
             for program_name in self._programs_of(match["group"], None):
                 self.inboxes[program_name].put(Event("GROUP_REMOVED"))
@@ -179,7 +152,9 @@ class Watchers:
 def _context(config: Config, name: str, server: Supervisord, inbox: Inbox) -> Context:
     item = config.program(name)
     section = program(read_conf(config.supervisord_conf, skip=(item.override_path,)), name)
-    return Context(config, item, section, open_journal(config.state_dir), server, inbox)
+    context = Context(config, item, section, open_journal(config.state_dir), server, inbox)
+    output.create_files(context)
+    return context
 
 
 def _stopped_while_waiting(inbox: Inbox) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .errors import UserError
 from .incident import Change
+from .output import captured_channels
 from .policy.launch_command import parse_launch, redact, with_flag
 from .supervisord_conf import ProgramSection
 
@@ -56,6 +57,10 @@ def render_override(section: ProgramSection, changes: tuple[Change, ...]) -> str
         "stopasgroup=true",
         "killasgroup=true",
     ]
+    channels = captured_channels(section, shadow=False)
+    if channels:
+        lines.append("; its log isn't a file: the output listener keeps what it writes")
+        lines += [f"{channel}_events_enabled=true" for channel in channels]
     if changes:
         lines.append(f"command={_as_value(apply_changes(section.command, changes))}")
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from . import control, launch
+from . import control, launch, output
 from .context import Context, Stopping, enter, say
 from .control import ControlError
 from .evidence import life, processes
@@ -100,6 +100,7 @@ def _dead(context: Context, event: Event) -> State | None:
         return None  # the death of a life that was diagnosed already
     if context.life and not _is_of(context.life, event):
         return None  # the death of an earlier life: an event that waited while the listener was away
+    output.settle(context)
     if context.life is None:
         context.life = unseen_life(context, event.pid or 0)
     row = context.journal.program(context.name)
@@ -251,8 +252,14 @@ def _unwatch(context: Context) -> None:
 
 
 def log_paths(context: Context) -> tuple[str, ...]:
-    """The files that hold the program's log now: stdout's, and stderr's where that is another one. What isn't a file
-    (a terminal, a pipe, nothing) can't be read back and is left out."""
+    """The files that hold the program's log now, with all that it wrote before its end: stdout's, and stderr's where
+    that is another one. What isn't a file (a terminal, a pipe, nothing) can't be read back: the output listener's file
+    stands in for it, where there is one."""
+    output.settle(context)
     info = control.process_info(context.server, context.full_name)
-    paths = (info.stdout_logfile, info.stderr_logfile) if info else ()
-    return tuple(dict.fromkeys(path for path in paths if path and not path.startswith(("/dev/", "/proc/"))))
+    if info is None:
+        return ()
+    captured = output.captured_paths(context)
+    named = {"stdout": info.stdout_logfile, "stderr": info.stderr_logfile}
+    paths = (path if output.is_log_file(path) else captured.get(channel) for channel, path in named.items())
+    return tuple(dict.fromkeys(path for path in paths if path))
