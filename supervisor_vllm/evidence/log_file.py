@@ -6,10 +6,10 @@ A gigabyte is as quick as a few megabytes, whatever stands in it.
 
 from __future__ import annotations
 
-import gzip
+import zlib
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
@@ -71,10 +71,14 @@ def read_segments(segments: list[Segment], is_life_start: Callable[[bytes], bool
 
 def read_stream(stream: BinaryIO) -> list[RawLine]:
     """The lines of a pipe: its start and its end, with their true numbers."""
+    return _ends_of(_lines_of(iter(lambda: stream.read(STEP_BYTES), b"")))
+
+
+def _ends_of(lines: Iterable[bytes]) -> list[RawLine]:
     head: list[RawLine] = []
     tail: deque[RawLine] = deque()
     kept = number = offset = 0
-    for data in _stream_lines(stream):
+    for data in lines:
         number += 1
         line = RawLine(data[:LINE_BYTES], offset, number)
         offset += len(data) + 1
@@ -87,26 +91,33 @@ def read_stream(stream: BinaryIO) -> list[RawLine]:
             kept -= len(tail.popleft().data)
     if tail and tail[0].number != len(head) + 1:
         head = [line for line in head if not _is_trouble(line.data)]
-    lines = [*head, *tail]
-    return [lines[index] for index in _without_long_runs([(line.offset, line.data) for line in lines])]
+    kept_lines = [*head, *tail]
+    return [kept_lines[index] for index in _without_long_runs([(line.offset, line.data) for line in kept_lines])]
 
 
 def read_gzip(path: str) -> list[RawLine]:
-    """The lines of a compressed file. OSError: it can't be read; what stands before a broken place is used."""
-    with gzip.open(path, "rb") as stream:
-        return read_stream(stream)  # type: ignore[arg-type]
+    """The lines of a compressed file; of one that is broken or cut, those before that place. OSError."""
+    with open(path, "rb") as file:
+        return _ends_of(_lines_of(_decompressed(file)))
 
 
-def _stream_lines(stream: BinaryIO) -> Iterator[bytes]:
+def _decompressed(file: BinaryIO) -> Iterator[bytes]:
+    decompressor = zlib.decompressobj(wbits=31)
+    while data := file.read(STEP_BYTES // 8):
+        try:
+            while data:
+                yield decompressor.decompress(data)
+                data = decompressor.unused_data  # gzip files may follow each other in one
+                if data:
+                    decompressor = zlib.decompressobj(wbits=31)
+        except zlib.error:
+            return
+
+
+def _lines_of(chunks: Iterable[bytes]) -> Iterator[bytes]:
     """Lines without their end; of one that is longer than memory should hold, the beginning."""
     rest = b""
-    while True:
-        try:
-            chunk = stream.read(STEP_BYTES)
-        except (EOFError, OSError):  # a compressed file that was cut
-            break
-        if not chunk:
-            break
+    for chunk in chunks:
         first, *others = chunk.split(b"\n")
         rest = rest + first if len(rest) < LINE_BYTES else rest
         for line in others:

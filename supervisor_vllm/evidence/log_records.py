@@ -19,26 +19,44 @@ MAX_BODY_CHARS = 8192
 # also as `cat -v` writes it
 _ANSI = lazy(r"\^\[\[[0-9;]{0,20}m|\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
-# In front of the program's own text: docker compose, kubernetes and docker timestamps, cloud consoles, journald,
-# a program's own tag, torch's rank.
-_LEVEL = r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)"
-_ISO = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)"
+_LEVEL = r"(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)"
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
+_DATE = r"\d{4}[-/]\d\d[-/]\d\d"
+_ISO = _DATE + "T" + _CLOCK + r"(?:Z|[+-]\d\d:?\d\d)"
+_HOST_AND_TAG = r"[\w.-]{1,64} [\w.@/-]{1,64}\[\d{1,10}\]: "
+# In front of the program's own text, most special first.
 _FOREIGN = lazy(
-    r"(?:[\w.-]{1,64}\s{0,8}\|\s"
-    r"|" + _ISO + r"\s{1,4}(?:std(?:out|err)\s[FP]\s)?"
-    r"|\s{0,4}\|?\s?\[" + _ISO + r"\] "
-    r"|" + _LEVEL + " " + _ISO + r" \[[\w.: -]{1,80}\] "
-    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} (?=\()"
-    r"|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d{1,9})?\] "
-    r"|\(raylet(?:, ip=[\d.]{7,15})?\) "
-    r"|(?:> ?){1,3}(?=\S)"
-    r"|\[\d\d:\d\d:\d\d\] (?:\w{1,12}/[A-Z]{4,8} {1,3})?"
-    r"| {1,8}(?=" + _LEVEL + r" \d\d-\d\d )"
-    r"|\[[\w.-]{1,32}\] (?=\(|" + _LEVEL + r"\b)"
-    r"|\"(?=" + _LEVEL + r" )"
-    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d{1,9} \[\w{1,12}\] (?:\(Process\) )?"
-    r"|[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d [\w.-]{1,64} [\w.@-]{1,64}(?:\[\d+\])?: "
-    r"|\[rank\d+\]:\s?)"
+    "(?:"
+    + "|".join(
+        (
+            r"<\d{1,3}>1 " + _ISO + r" \S{1,255} \S{1,48} \S{1,128} \S{1,32} (?:-|\[[^\]]{0,300}\]) ?",  # RFC 5424
+            _ISO + " " + _HOST_AND_TAG,  # journalctl -o short-iso, rsyslog
+            r"[A-Z][a-z]{2} [ \d]\d "
+            + _CLOCK
+            + r" [\w.-]{1,64} [\w.@/-]{1,64}(?:\[\d{1,10}\])?: ",  # journalctl, syslog
+            r"[A-Z][a-z]{2} " + _DATE + " " + _CLOCK + r" [A-Z+\d:-]{2,6} " + _HOST_AND_TAG,  # -o short-full
+            r"(?:\d{10}|\[ {0,8}\d{1,10})\.\d{6}\]? " + _HOST_AND_TAG,  # -o short-unix, -o short-monotonic
+            r"\[pod/[\w./-]{1,200}\] ",  # kubectl logs --prefix
+            r"\d{1,4}\|[\w.-]{1,64}\s{0,8}\| ",  # pm2
+            r"[\w.-]{1,64}\s{0,8}\|\s",  # docker compose
+            # docker logs -t, kubectl --timestamps; but not a record of a user's own format that begins with its time
+            _ISO + r"\s{1,4}(?:std(?:out|err)\s[FP]\s)?(?!" + _LEVEL + r"\s{1,4}(?![\d\[\s]))",
+            r"\s{0,4}\|?\s?\[" + _ISO + r"\] ",  # cloud consoles
+            _LEVEL + " " + _ISO + r" \[[\w.: -]{1,80}\] ",
+            _DATE + " " + _CLOCK + r"(?: |\t)(?=\(|Traceback|" + _LEVEL + r"(?::  | \d\d-\d\d ))",
+            r"\[" + _DATE + " " + _CLOCK + r"\] ",
+            r"\(raylet(?:, ip=[\d.]{7,15})?\) ",
+            r"(?:> ?){1,3}(?=\S)",  # quoted in a report
+            r"\[\d\d:\d\d:\d\d\] (?:\w{1,12}/[A-Z]{4,8} {1,3})?",
+            r" {1,8}(?=" + _LEVEL + r" \d\d-\d\d )",
+            r"\d{1,4}: (?=\(|" + _LEVEL + r"(?::  | \d\d-\d\d ))",  # srun -l
+            r"\[[\w.-]{1,32}\] (?=\(|" + _LEVEL + r"\b)",
+            r"\"(?=" + _LEVEL + r" )",
+            _DATE + " " + _CLOCK + r" \[\w{1,12}\] (?:\(Process\) )?",
+            r"\[rank\d+\]:\s?",  # torch
+        )
+    )
+    + ")"
 )
 # `(EngineCore_DP0 pid=68) `, nested `(EngineCore_0 pid=5) (VllmWorker TP0 pid=9) `, `(RayWorkerWrapper pid=7, ip=…) `
 # (Ray: `(MapWorker(MapBatches(x)) pid=7) `)
@@ -51,11 +69,14 @@ _HEADER = lazy(
 _SHORT_HEADER = lazy(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,4}\[([\w./-]{1,200}\.py)(?::\d{1,6})?\] {1,4}")
 _UVICORN = lazy(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL): {2,9}")
 _C10 = lazy(r"\[([IWEF])(?:\d{3,4} \d\d:\d\d:\d\d\.\d{1,9}|\.{3}|…) (?:\d{1,10} )?([\w./-]{1,200}):\d{1,6}\] ?")
+# A user's own format (VLLM_LOGGING_CONFIG_PATH): `2026-05-01 12:00:00,123 - vllm.core - ERROR - `, loguru's
+# `… | ERROR    | vllm.core:run:10 - `, basicConfig's `ERROR:vllm.core:`, `[ERROR] `
 _STAMPED = lazy(
-    r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?\s[-|:\[\s]{0,4}(?:[\w.]{1,60}\s[-|]\s)?"
-    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b[\]\s:|-]{0,5}(?:[\w./-]{1,200}:\d{1,6} -- )?"
+    _DATE + r"[ T]" + _CLOCK + r"(?:Z|[+-]\d\d:?\d\d)?\s[-|:\[\s]{0,4}(?:\[?[\w./:-]{1,80}\]?\s(?:[-|]\s)?){0,2}\[?"
+    r"(" + _LEVEL + r")\b[\]\s:|-]{0,12}(?:[\w./<>-]{1,200}:(?:[\w<>]{1,80}:)?\d{1,6}\s?(?:--?|\||\]|:)\s?)?"
 )
-_C10_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+_BASIC = lazy(r"(" + _LEVEL + r"):[\w.]{1,100}:|\[(" + _LEVEL + r")\]:? {1,4}|(" + _LEVEL + r") {0,4}[|-] ")
+_LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL", "I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 
 
 #: torch warns of an allocation that failed, and raises it afterwards.
@@ -94,6 +115,11 @@ def process_prefixes(text: str) -> tuple[tuple[str, int, bool], ...]:
     return _strip_prefixes(plain(text[:MAX_BODY_CHARS]))[1]
 
 
+def without_carrier(text: str) -> str:
+    """Without what a known carrier or a process prefix puts in front."""
+    return _strip_prefixes(plain(text))[0]
+
+
 def _strip_prefixes(text: str) -> tuple[str, tuple[tuple[str, int, bool], ...]]:
     position = 0
     found: list[tuple[str, int, bool]] = []
@@ -125,9 +151,10 @@ def _split_level(text: str) -> tuple[str | None, str, str]:
     if match := _UVICORN.match(text):
         return match[1], text[match.end() :], "uvicorn"
     if match := _C10.match(text):
-        return _C10_LEVELS[match[1]], text[match.end() :], match[2]
-    if match := _STAMPED.match(text):
-        return match[1], text[match.end() :], ""
+        return _LEVELS[match[1]], text[match.end() :], match[2]
+    if match := _STAMPED.match(text) or _BASIC.match(text):
+        level = next(group for group in match.groups() if group)
+        return _LEVELS.get(level, level), text[match.end() :], ""
     return None, text, ""
 
 
@@ -139,9 +166,17 @@ def _json_message(text: str) -> tuple[str | None, str] | None:
         return None
     if not isinstance(value, dict):
         return None
-    level = value.get("level") or value.get("levelname") or value.get("severity")
-    message = value.get("message") or value.get("msg")
-    if not isinstance(message, str) or not isinstance(level, str):
+    level = _first_text(value, ("level", "levelname", "severity", "log.level", "loglevel", "lvl"))
+    message = _first_text(value, ("message", "msg", "event", "text"))
+    record = value.get("record")  # loguru's serialize=True
+    if isinstance(record, dict) and isinstance(record.get("level"), dict):
+        level, message = _first_text(record["level"], ("name",)), _first_text(record, ("message",)) or message
+    if message is None or level is None:
         return None
-    trace = value.get("exc_info") or value.get("exception") or ""
-    return level.upper(), f"{message}\n{trace}" if isinstance(trace, str) and trace else message
+    trace = _first_text(value, ("exc_info", "exception", "exc_text", "traceback", "stack_trace", "error.stack_trace"))
+    level = level.upper()
+    return _LEVELS.get(level, level), f"{message}\n{trace}" if trace else message
+
+
+def _first_text(value: dict[str, object], keys: tuple[str, ...]) -> str | None:
+    return next((text for key in keys if isinstance(text := value.get(key), str) and text), None)

@@ -13,9 +13,9 @@ from ..incident import LogLine
 from ..lazy import lazy
 from . import log_file
 from .log_file import RawLine, Segment
-from .log_records import parse_records, plain, process_prefixes
+from .log_records import parse_records, plain, process_prefixes, without_carrier
 from .startup_facts import StartupFacts, startup_facts, vllm_version
-from .transport import unwrap
+from .transport import unwrap, without_unknown_prefix
 
 __all__ = [
     "LogPosition",
@@ -216,6 +216,11 @@ _ALIVE_WORDS = (
     b"EngineCore ",
     b"Shutting down",
     b"KV cache size: ",
+    b"OutOfMemoryError",
+    b"(EngineCore",
+    b"(Worker",
+    b"(VllmWorker",
+    b"(RayWorker",
 )
 
 
@@ -300,7 +305,6 @@ def _decoded(raw: list[RawLine]) -> list[LogLine]:
     lines = []
     for data, offset, number, name in raw:
         for part in data.split(b"\r") if b"\r" in data else (data,):
-            text = plain(part.decode("utf-8", errors="replace")).rstrip()
-            if text:
-                lines.append(LogLine(number, text, "vllm-log", offset, name))
-    return list(unwrap(lines))
+            text = plain(part.decode("utf-8", errors="replace"))
+            lines.append(LogLine(number, text.removeprefix("\ufeff"), "vllm-log", offset, name))
+    return without_unknown_prefix(list(unwrap(lines)), without_carrier)
