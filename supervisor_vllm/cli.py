@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = verbs.add_parser("explain", help="say what killed vLLM, from a log, and what would be changed")
     explain.set_defaults(verb=_explain)
-    explain.add_argument("log", metavar="LOG")
+    explain.add_argument("log", metavar="LOG", nargs="?", help="the log file (also .gz), or - for a pipe")
+    explain.add_argument("--dir", metavar="DIR", help="every log in this folder, as a table")
+    explain.add_argument("--life", type=int, metavar="N", help="of several lives in one file: 1 the first, -1 the last")
     explain.add_argument("--command", default="", help="the launch command, as it stands in the program section")
     end = explain.add_mutually_exclusive_group()
     end.add_argument("--exit-status", type=int)
@@ -72,7 +74,16 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--gpu-total", type=int, metavar="BYTES")
     explain.add_argument("--gpu-free", type=int, metavar="BYTES")
     explain.add_argument("--vllm-version")
+    explain.add_argument("--oom", action="store_true", help="ask whether memory ran out: exit status 1 if it didn't")
+    explain.add_argument("--lang", choices=("en", "zh"), help="of the sentences (default: from LANG)")
+    explain.add_argument("--signatures", metavar="DIR", help="signatures of your own (default: as the listener's)")
     explain.add_argument("--json", action="store_true")
+
+    signatures = verbs.add_parser("signatures", help="list the wordings that decide, your own included")
+    signatures.set_defaults(verb=_signatures)
+    signatures.add_argument("--signatures", metavar="DIR", help="the folder of your own *.toml")
+    signatures.add_argument("--markdown", action="store_true", help="as the table of the documentation")
+    signatures.add_argument("--json", action="store_true")
 
     for name, verb, help_ in (
         ("status", _status, "state, last verdict, what was changed, launches left"),
@@ -158,14 +169,30 @@ def _listen(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    if bool(arguments.log) == bool(arguments.dir):
+        raise UserError("explain needs one LOG, or --dir DIR", hint="write - for a pipe")
+    language = arguments.lang or _language()
+    if arguments.dir:
+        return _explain_folder(arguments, language)
+    explanation = _explanation(arguments, arguments.log, language if arguments.lang or not arguments.json else "en")
+    if arguments.json:
+        _print_json(explanation)
+    else:
+        from .report import print_explanation
+
+        print_explanation(explanation, language)
+    return 1 if arguments.oom and not explanation["oom"] else 0
+
+
+def _explanation(arguments: argparse.Namespace, log: str, language: str) -> dict[str, Any]:
     from .classify import classify
     from .explain import incident_from_log
+    from .explanation import explain_json
     from .policy.plan import plan_next
     from .settings import Settings
-    from .status import verdict_json
 
     incident = incident_from_log(
-        arguments.log,
+        log,
         command=arguments.command,
         exit_status=arguments.exit_status,
         signal=arguments.signal,
@@ -175,17 +202,76 @@ def _explain(arguments: argparse.Namespace) -> int:
         gpu_total=arguments.gpu_total,
         gpu_free=arguments.gpu_free,
         vllm_version=arguments.vllm_version,
+        life=arguments.life,
     )
-    verdict = classify(incident)
+    verdict = classify(incident, _own_signatures(arguments.signatures))
     plan = plan_next(verdict, arguments.command, Settings(), vllm_version=incident.vllm_version)
-    explanation = verdict_json(verdict, plan)
-    if arguments.json:
-        _print_json(explanation)
-    else:
-        from .report import print_explanation
+    return explain_json(verdict, plan, incident, language)
 
-        print_explanation(explanation)
+
+def _explain_folder(arguments: argparse.Namespace, language: str) -> int:
+    from .explain import logs_in
+
+    rows: list[dict[str, Any]] = []
+    for log in logs_in(arguments.dir):
+        shown = os.path.relpath(log, arguments.dir)
+        try:
+            rows.append({"file": shown, **_explanation(arguments, log, language)})
+        except UserError as why:  # one that can't be read keeps nobody from the others
+            print(f"supervisor-vllm: {why}", file=sys.stderr)
+    if arguments.json:
+        _print_json({"explanations": rows})
+    else:
+        from .report import print_explanations
+
+        print_explanations(rows)
+    return 1 if arguments.oom and not any(row["oom"] for row in rows) else 0
+
+
+def _language() -> str:
+    """As gettext decides it; C and POSIX are English."""
+    names = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    return "zh" if next((name for name in names if name), "").startswith("zh") else "en"
+
+
+def _own_signatures(folder: str | None) -> tuple[Any, ...]:
+    """The built-in ones without a folder. A mistake in the folder is the user's: here it ends the run."""
+    from .classify.signatures import SIGNATURES
+
+    path = Path(folder) if folder else _DEFAULT_SIGNATURES
+    if not path.is_dir():
+        if folder:
+            raise UserError(f"{folder} is no directory", hint="give --signatures the folder that holds your *.toml")
+        return SIGNATURES
+    from .classify.user_signatures import load_signatures
+
+    loaded = load_signatures(path)
+    if loaded.problems:
+        raise loaded.problems[0]
+    return loaded.signatures
+
+
+_DEFAULT_SIGNATURES = Path("/etc/supervisor/conf.d/signatures.d")
+
+
+def _signatures(arguments: argparse.Namespace) -> int:
+    signatures = _own_signatures(arguments.signatures)
+    if arguments.json:
+        _print_json({"signatures": [_signature_json(signature) for signature in signatures]})
+        return 0
+    from . import report
+
+    if arguments.markdown:
+        print(report.signatures_markdown(signatures))
+    else:
+        report.print_signatures(signatures)
     return 0
+
+
+def _signature_json(signature: Any) -> dict[str, Any]:
+    from .incident import to_json
+
+    return {**to_json(signature), "numbers": list(signature.numbers)}
 
 
 def _status(arguments: argparse.Namespace) -> int:

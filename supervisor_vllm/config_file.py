@@ -50,6 +50,11 @@ class Config:
     def conf_dir(self) -> Path:
         return self.path.parent
 
+    @property
+    def signatures_dir(self) -> Path:
+        """Where the user's own signatures are; it need not exist."""
+        return self.conf_dir / "signatures.d"
+
     def program(self, name: str) -> ProgramConfig:
         for item in self.programs:
             if item.program == name:

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from .classify.pattern import Signature
+from .classify.signatures import SIGNATURES
 from .config_file import Config, ProgramConfig
 from .control import Supervisord
 from .evidence.life import Life
@@ -30,6 +32,7 @@ class Context:
     server: Supervisord
     inbox: Inbox
     roots: Roots = ROOTS
+    signatures: tuple[Signature, ...] = SIGNATURES
     started_time: float = field(default_factory=time.time)
     life: Life | None = None
     pidfd: int | None = None

@@ -22,10 +22,10 @@ def diagnose(context: Context) -> State:
     """The death of the life that was watched. Reading it again after a crash gives the same."""
     assert context.life is not None
     incident = _gather(context, context.life)
-    verdict = classify(incident)
+    verdict = classify(incident, context.signatures)
     if incident.gpus == () and verdict.kind.startswith("gpu_"):
         incident = _with_devices(context, incident)
-        verdict = memory.with_device_numbers(classify(incident), incident)
+        verdict = memory.with_device_numbers(classify(incident, context.signatures), incident)
     return _decide(context, incident, verdict)
 
 

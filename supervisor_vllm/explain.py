@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import datetime, timezone
+from pathlib import Path
 
 from .errors import UserError
 from .evidence.startup_facts import vllm_version as version_in_log
@@ -26,15 +27,16 @@ def incident_from_log(
     gpu_total: int | None = None,
     gpu_free: int | None = None,
     vllm_version: str | None = None,
+    life: int | None = None,
 ) -> Incident:
-    """What is known of the last life in a log. Sizes in bytes.
+    """What is known of the last life in a log (`-`: the standard input), or of the one of that number. Sizes in bytes.
 
     The dead tree is `pids` and whatever the log's own prefixes name. With `cgroup`, the kernel's kills in it or below
     it count as well. UserError: a file that can't be read.
     """
-    log = read_file(log_path)
+    log = read_file(log_path, life=life)
     return Incident(
-        program=os.path.basename(log_path),
+        program="stdin" if log_path == "-" else os.path.basename(log_path),
         time=_time_of(log_path),
         command=command,
         pid=pids[0] if pids else None,
@@ -82,3 +84,19 @@ def _gpu(total: int | None, free: int | None) -> tuple[GpuMemory, ...]:
     if total is None:
         return ()
     return (GpuMemory(index=0, uuid="", name="", total_bytes=total, free_bytes=free if free is not None else total),)
+
+
+#: What a folder of logs is searched for; where nothing is called so, every file is taken for one.
+_LOG_NAMES = ("*.log", "*.log.gz", "*.out", "*.err", "*.txt", "*.jsonl")
+
+
+def logs_in(folder: str) -> list[str]:
+    """The logs in a folder and below, sorted. UserError: no folder, or nothing in it."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise UserError(f"{folder} is no directory", hint="give --dir the folder that holds the logs")
+    files = [path for path in root.rglob("*") if path.is_file() and path.stat().st_size]
+    named = [path for path in files if any(path.match(pattern) for pattern in _LOG_NAMES)]
+    if not files:
+        raise UserError(f"there is no log in {folder}", hint="give --dir the folder that holds the logs")
+    return sorted(str(path) for path in named or files)

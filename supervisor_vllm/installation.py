@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import config_file, output, override
+from .classify.user_signatures import load_signatures
 from .config_file import Config, ProgramConfig
 from .errors import UserError
 from .incident import Change
@@ -331,6 +332,9 @@ def check(config: Config, name: str | None) -> tuple[Finding, ...]:
     items = [config.program(name)] if name else list(config.programs)
     findings = [Finding("ok", f"settings: {config.path}")]
     findings += _state_findings(config)
+    findings += [
+        Finding("error", f"not used: {problem}") for problem in load_signatures(config.signatures_dir).problems
+    ]
     for item in items:
         findings += _program_findings(config, item)
     return tuple(findings)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import output
+from .classify.user_signatures import load_signatures
 from .config_file import Config, load_config
 from .context import Context, say
 from .control import Supervisord, connect
@@ -152,7 +153,11 @@ class Watchers:
 def _context(config: Config, name: str, server: Supervisord, inbox: Inbox) -> Context:
     item = config.program(name)
     section = program(read_conf(config.supervisord_conf, skip=(item.override_path,)), name)
-    context = Context(config, item, section, open_journal(config.state_dir), server, inbox)
+    own = load_signatures(config.signatures_dir)
+    for problem in own.problems:
+        say(name, f"not used: {problem}")
+    journal = open_journal(config.state_dir)
+    context = Context(config, item, section, journal, server, inbox, signatures=own.signatures)
     output.create_files(context)
     return context
 

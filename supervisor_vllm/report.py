@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from . import chinese
+from .classify.pattern import Signature
 
 _COLOURS = {"HEALTHY": "green", "HELD": "red", "healthy": "green", "held": "red", "died again": "yellow"}
 
@@ -64,22 +68,69 @@ def print_history(history: dict[str, Any]) -> None:
     console.print(table)
 
 
-def print_explanation(explanation: dict[str, Any]) -> None:
+def print_explanation(explanation: dict[str, Any], language: str = "en") -> None:
     console = _console()
-    title = Text(explanation["kind"], style="bold").append(f"  ({explanation['confidence']})", style="not bold")
+    words = chinese.LABELS if language == "zh" else {}
+    confidence = words.get(explanation["confidence"], explanation["confidence"])
+    title = Text(explanation["kind"], style="bold").append(f"  ({confidence})", style="not bold")
     if explanation["phase"]:
-        title.append(f"  phase: {explanation['phase']}", style="not bold")
+        title.append(f"  {words.get('phase', 'phase')}: {explanation['phase']}", style="not bold")
     console.print(title)
     console.print(Text(explanation["summary"]))
     for item in explanation["evidence"]:
-        place = item["source"] + (f":{item['line']}" if item["line"] else "")
-        console.print(Text(f"  {place}  ", style="cyan").append(item["text"].strip(), style="default"))
+        console.print(Text(f"  {_place(item)}  ", style="cyan").append(item["text"].strip(), style="default"))
+    for sentence in explanation["ruled_out"]:
+        console.print(Text(f"  {sentence}", style="dim"))
     plan = explanation["plan"]
     console.print(Text(plan["action"], style="bold").append(f": {plan['reason']}", style="not bold"))
     for change in plan["changes"]:
         console.print(Text(f"  {change_text(change)}  ({change['why']})"))
     if plan["changes"] and plan["command"]:
-        console.print(Text(f"  next command: {plan['command']}"))
+        console.print(Text(f"  {words.get('next command', 'next command')}: {plan['command']}"))
+
+
+def _place(item: dict[str, Any]) -> str:
+    """`vllm-log:41`; in a log too large to count its lines, the byte: `tail -c +N` shows it."""
+    source = f"{item['source']} ({item['file']})" if item["file"] else str(item["source"])
+    if item["line"]:
+        return f"{source}:{item['line']}"
+    return f"{source} from byte {item['offset'] + 1}" if item["offset"] is not None else source
+
+
+def print_explanations(rows: list[dict[str, Any]]) -> None:
+    """A folder of logs: one row each."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("log", "kind", "confidence", "phase", "what happened", "action"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "kind")
+    for row in rows:
+        changes = "; ".join(change_text(change) for change in row["plan"]["changes"])
+        table.add_row(
+            Text(row["file"]),
+            Text(row["kind"], style="red" if row["oom"] else ""),
+            row["confidence"],
+            row["phase"] or "",
+            Text(row["summary"]),
+            Text(changes or row["plan"]["action"]),
+        )
+    _console().print(table)
+
+
+def print_signatures(signatures: Sequence[Signature]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("name", "kind", "phase", "versions", "example"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "kind"))
+    for row in signatures:
+        table.add_row(row.name, row.kind, row.phase or "", row.versions, Text(row.examples[0]))
+    _console().print(table)
+
+
+def signatures_markdown(signatures: Sequence[Signature]) -> str:
+    """The table of docs/signatures.md."""
+    lines = ["| name | kind | phase | vLLM | says, for example | numbers | source |", "|---|---|---|---|---|---|---|"]
+    for row in signatures:
+        cells = (row.name, row.kind, row.phase or "", row.versions, row.examples[0], ", ".join(row.numbers), row.source)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def print_findings(findings: list[tuple[str, str]]) -> None:

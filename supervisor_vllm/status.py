@@ -7,9 +7,9 @@ from datetime import datetime
 from typing import Any
 
 from .config_file import Config, ProgramConfig
-from .incident import Plan, Verdict, to_json
+from .explanation import verdict_json
+from .incident import to_json
 from .journal import IncidentRow, Journal
-from .kinds import KINDS
 from .policy.limit import launches_left
 
 
@@ -57,22 +57,6 @@ def incident_json(row: IncidentRow) -> dict[str, Any]:
         "outcome": row.outcome,
         "seconds_to_healthy": seconds,
     }
-
-
-def verdict_json(verdict: Verdict, plan: Plan | None) -> dict[str, Any]:
-    """The object of `explain --json`; with `plan` None that key is left out."""
-    data = {
-        "kind": verdict.kind,
-        "oom": KINDS[verdict.kind].oom,
-        "confidence": verdict.confidence,
-        "phase": verdict.phase,
-        "summary": verdict.summary,
-        "evidence": to_json(verdict.evidence),
-        "numbers": to_json(verdict.numbers),
-    }
-    if plan is not None:
-        data["plan"] = to_json(plan)
-    return data
 
 
 def iso_time(when: float) -> str:

@@ -395,7 +395,7 @@ _HOST_MEMORY = (
     Signature(
         "compiler_killed",
         "host_oom_kill",
-        r"(?:FAILED: \[code=137\]|nvcc error {1,3}: '(?:cicc|ptxas|cudafe\+\+)' died due to signal 9|[\w+-]{1,40}: fatal error: Killed signal terminated program|(?:[\w./-]{1,80}: line \d{1,6}: {1,4})?(?:\d{1,10} )?Killed {1,40}[^|]{0,200}\b(?:cicc|ptxas|nvcc|cc1plus|ninja)\b)",
+        r"(?:FAILED: \[code=137\]|nvcc error {1,3}: '(?:cicc|ptxas|cudafe\+\+)' died due to signal 9|[\w+-]{1,40}: fatal error: Killed signal terminated program|(?:[\w./-]{1,80}: line \d{1,6}: {1,4})?(?:\d{1,10} )?Killed [^|]{0,240}\b(?:cicc|ptxas|nvcc|cc1plus|ninja)\b)",
         source="compilers of FlashInfer, DeepGEMM and Triton kernels: only the kernel's OOM killer sends them SIGKILL (#54237)",
         words=(
             "' died due to signal 9",
@@ -746,7 +746,7 @@ _PERSON = (
     Signature(
         "command_missing",
         "bad_arguments",
-        r"(?:[\w./-]{0,60}/)?(?:ba|da|z|k|a)?sh: (?:line )?(?:\d{1,6}: )?(?:exec: )?[\w./-]{1,120}: (?:command )?not found$|[\w./-]{0,80}python[\d.]{0,5}: can't open file '",
+        r"[\w./-]{0,60}sh: (?:line )?(?:\d{1,6}: )?(?:exec: )?[\w./-]{1,120}: (?:command )?not found$|[\w./-]{0,80}python[\d.]{0,5}: can't open file '",
         source="the shell or Python",
         words=(
             ": can't open file '",
@@ -1015,7 +1015,7 @@ _CRASHES = (
     Signature(
         "jit",
         "engine_crash",
-        r"Command '\[?'?(?:/[\w./-]{0,120})?(?:ninja|nvcc|gcc|g\+\+|cmake)\b[^\n]{0,2000} returned non-zero exit status|Ninja build failed|Error building extension|ninja: build stopped",
+        r"Command '\[?'?[^ ',\n]{0,120}(?:(?<=ninja)|(?<=nvcc)|(?<=cmake)|(?<=gcc)|(?<=g\+\+))[' ,][^\n]{0,480} returned non-zero exit status|Ninja build failed|Error building extension|ninja: build stopped",
         source="FlashInfer, DeepGEMM, Triton compile kernels (#23176)",
         words=(
             " returned non-zero exit status",
