@@ -7,12 +7,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from .errors import UserError
+from .evidence.kernel_log import read_kernel_file
 from .evidence.startup_facts import vllm_version as version_in_log
 from .evidence.vllm_log import read_file
 from .incident import CgroupMemory, GpuMemory, Incident, ProcessRef
-
-#: A kernel log of a year's uptime is a few MiB; of something larger the end is what matters.
-_KERNEL_LOG_MAX_BYTES = 64 * 2**20
 
 
 def incident_from_log(
@@ -64,13 +62,9 @@ def _read_kernel_log(path: str) -> tuple[str, ...]:
     if os.path.isdir(path):
         raise UserError(f"{path} is a directory", hint="give the kernel log's file, for example of: dmesg > FILE")
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _KERNEL_LOG_MAX_BYTES))
-            data = file.read()
+        return read_kernel_file(path)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror or error}", hint="check --kernel-log") from None
-    return tuple(line for line in data.decode("utf-8", errors="replace").splitlines() if line.strip())
 
 
 def _cgroup_path(path: str) -> str:

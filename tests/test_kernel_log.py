@@ -75,7 +75,8 @@ def test_a_whole_group() -> None:
             "oom_reaper: reaped process 5 (p), now anon-rss:0kB, file-rss:0kB, shmem-rss:0kB",
         ]
     )
-    assert [(kill.pid, kill.task_memcg) for kill in kills] == [(5, "/a"), (6, "/a")]
+    assert [(kill.pid, kill.task_memcg) for kill in kills] == [(5, "/a"), (None, "/a"), (6, "/a")]
+    assert [kill.whole_cgroup for kill in kills] == [False, True, False]
 
 
 def test_4_x_pair_counts_once() -> None:
