@@ -46,7 +46,9 @@ _GENERATING = lazy(
 _RETRYING = lazy(r"retrying \d{1,3} of \d{1,3}|[Rr]etrying in \d")
 _SHM_FRAME = lazy(r"shared_memory|shm_broadcast|/dev/shm|SharedMemory|shm_open|reductions\.py")
 _PINNED_FRAME = lazy(r"pin_memory|allocate_cpu_cache|cudaHostAlloc")
-_LOADING_FRAME = lazy(r"\bload_weights\b|\bweight_loader\b|safetensors")
+_LOADING_FRAME = lazy(
+    r"\bload_weights\b|\bweight_loader\b|safetensors|_dict_from_json_file|configuration_utils|tokenization_utils"
+)
 
 
 @dataclass(frozen=True)

@@ -852,6 +852,18 @@ _PERSON = (
         anywhere=True,
     ),
     Signature(
+        "shard_missing",
+        "bad_model",
+        r"(?:Weight files referenced in index but missing|\S{1,400} (?:is|are) listed in the index but not found)",
+        versions="0.30-0.33",
+        source="model_executor/model_loader/weight_utils.py: filter_duplicate_safetensors_files",
+        words=("Weight files referenced in index but missing", "listed in the index but not found"),
+        examples=("Weight files referenced in index but missing: {'/srv/models/q/model-00002-of-00002.safetensors'}",),
+        near_misses=("Loading safetensors checkpoint shards: 100% Completed | 2/2",),
+        phase="weights",
+        anywhere=True,
+    ),
+    Signature(
         "checkpoint",
         "bad_model",
         r"(?:[\w.]{0,60}SafetensorError\b|Error while deserializing header|MetadataIncompleteBuffer|PytorchStreamReader failed|Following weights were not initialized from checkpoint|There is no module or parameter named|invalid load key, )",

@@ -31,6 +31,10 @@ _XID_PID = lazy(r"\bpid='?(\d{1,10})\b")
 _STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
 #: Of these, the phase is only where it happened; of device memory it decides the kind, and is known or isn't.
 _REACHED_PHASE_KINDS = frozenset({"host_oom_kill", "host_alloc", "shm_full", "engine_crash", "killed", "gpu_fault"})
+_FILE_ERRORS = frozenset(
+    {"KeyError", "ValueError", "AssertionError", "JSONDecodeError", "UnicodeDecodeError", "UnpicklingError", "EOFError"}
+)
+_SHAPES = lazy(r"size of tensor|[Ss]hape|size mismatch|Expected size|mat1 and mat2|sizes of tensors")
 _SPECIAL_PHASES = ("load_fail", "warm_sampler", "warm_sampler_cut")
 
 
@@ -318,9 +322,15 @@ def _engine_exception(incident: Incident, found: Scan, end: EndSignal | None) ->
         return None
     words = (f"{finding.name}: {finding.message}" if finding.message else finding.name)[:300]
     evidence = (log_evidence(finding.record.line),)
-    if finding.loading_frames and finding.name in ("KeyError", "ValueError", "AssertionError"):
-        return Verdict("bad_model", "likely", words, "weights", evidence)  # names or shapes that don't fit the code
+    if finding.loading_frames and _about_the_files(finding):
+        phase = "weights" if finding.frames_phase == "weights" else "startup"
+        return Verdict("bad_model", "likely", words, phase, evidence)
     return Verdict("engine_crash", "likely" if finding.echo else "proven", words, finding.phase, evidence)
+
+
+def _about_the_files(finding: Finding) -> bool:
+    """While weights or configurations are read: names, shapes or bytes that don't fit the code."""
+    return finding.name in _FILE_ERRORS or (finding.name == "RuntimeError" and bool(_SHAPES.search(finding.message)))
 
 
 def _deciding_exceptions(incident: Incident, found: Scan, end: EndSignal | None) -> Iterator[Finding]:

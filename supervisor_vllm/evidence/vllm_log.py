@@ -195,6 +195,7 @@ _SERVER_STARTS = (
     lazy(r"non-default args: \{"),
     lazy(r"usage: (?:vllm|api_server\.py)\b"),
 )
+_USAGE = _SERVER_STARTS[-1].pattern
 # Without an API server (offline, run-batch): the engine's own first line; one a process (data parallel has several).
 _ENGINE_START = lazy(r"Initializing an? (?:V[01] )?LLM engine \(v")
 _SERVER_START_WORDS = (
@@ -261,10 +262,12 @@ def _starts(lines: list[LogLine], *, server: bool) -> Iterator[int]:
                 if alive:
                     yield 0
                 yield index if alive else 0
-            elif mark in seen and (seen[mark] is None or seen[mark] != record.pid):
+            elif mark == _USAGE or (mark in seen and (seen[mark] is None or seen[mark] != record.pid)):
                 yield index
                 seen.clear()
             seen[mark] = record.pid
+            if mark == _USAGE:  # wrong use ends a life at once: whatever begins next is another
+                seen = dict.fromkeys((pattern.pattern for pattern in _SERVER_STARTS), None)
 
 
 _START_TEXTS = tuple(word.decode() for word in _START_WORDS)
