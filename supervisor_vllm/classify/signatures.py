@@ -458,13 +458,19 @@ _HOST_MEMORY = (
     Signature(
         "shm_nccl",
         "shm_full",
-        r"Error while creating shared memory segment /dev/shm/nccl|(?:Call to )?posix_fallocate failed: No space left",
+        r"Error while creating shared memory segment /dev/shm/nccl|(?:Call to )?(?:posix_fallocate|ftruncate)(?: failed: No space left| failed : No space left)|Error: failed to extend /dev/shm/nccl[^\n]{0,80} to \d{1,18} bytes",
         source="NCCL, only with NCCL_DEBUG=WARN (#1710)",
         words=(
             "Error while creating shared memory segment /dev/shm/nccl",
-            "posix_fallocate failed: No space left",
+            " failed: No space left",
+            " failed : No space left",
+            "failed to extend /dev/shm/nccl",
         ),
-        examples=("Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",),
+        examples=(
+            "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",
+            "Call to posix_fallocate failed : No space left on device",
+            "Error: failed to extend /dev/shm/nccl-a1b2c3 to 9637892 bytes",
+        ),
         near_misses=("Using shared memory segment /dev/shm/nccl-a1b2c3",),
         anywhere=True,
     ),
@@ -494,6 +500,7 @@ _DEVICE_MEMORY = (
         words=("Tried to allocate ",),
         examples=(
             "CUDA out of memory. Tried to allocate 84.00 MiB. GPU 0 has a total capacity of 31.35 GiB of which 93.06 MiB is free.",
+            "MUSA out of memory. Tried to allocate 2.00 GiB",
         ),
         near_misses=(
             "If out-of-memory error occurs during cudagraph capture, consider decreasing `gpu_memory_utilization`",

@@ -9,6 +9,7 @@ classification says. About 30 s a way on two cores.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -29,10 +30,10 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 MIB = 2**20
 #: Of a log; the middle of longer ones (the same warning over and over) is left out.
 LOG_BYTES = 150_000
-LIMIT_SEC = 240.0
+LIMIT_SEC = 120.0
 
 # Runs inside vLLM's processes: breaks one method when it is called for the nth time.
-_SITE = '''
+_SITE = """
 import os, sys, threading, time
 def _watch(spec):
     module, name, count, action = spec.split("|")
@@ -53,7 +54,7 @@ def _watch(spec):
     setattr(cls, method, broken)
 if os.environ.get("BREAK"):
     threading.Thread(target=_watch, args=(os.environ["BREAK"],), daemon=True).start()
-'''
+"""
 
 
 @dataclass
@@ -108,10 +109,8 @@ class Run:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions", body, {"Content-Type": "application/json"}
         )
-        try:
+        with contextlib.suppress(OSError):  # that it breaks is what it's for
             urllib.request.urlopen(request, timeout=timeout_sec).read()
-        except OSError:
-            pass  # that is what it's for
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def _serve(times: int = 3, prompt: str = "hello") -> Callable[[Run], None]:
     return strike
 
 
-def _shrink(moment: str, who: str, prompt: str = "hello " * 1500) -> Callable[[Run], None]:
+def _shrink(moment: str, who: str, prompt: str = "hello " * 300) -> Callable[[Run], None]:
     """The memory limit comes when that is reached: one process goes into the cgroup, and then needs memory."""
 
     def strike(run: Run) -> None:
@@ -221,51 +220,245 @@ def _shrink(moment: str, who: str, prompt: str = "hello " * 1500) -> Callable[[R
 WAYS = (
     Way("flag_unknown", "a flag that doesn't exist", ("bad_arguments",), arguments=("--no-such-flag",)),
     Way("flag_value", "a word where a number belongs", ("bad_arguments",), arguments=("--max-num-seqs", "many")),
-    Way("length_derived", "longer than the model's own length", ("bad_arguments",), arguments=("--max-model-len", "99999")),
+    Way(
+        "length_derived",
+        "longer than the model's own length",
+        ("bad_arguments",),
+        arguments=("--max-model-len", "99999"),
+    ),
     Way("dtype_word", "a dtype that doesn't exist", ("bad_arguments",), arguments=("--dtype", "float7")),
     Way("utilization_over_one", "a utilisation of 1.2", ("bad_arguments",), utilization="1.2"),
-    Way("tensor_parallel_odd", "three ranks for four heads", ("bad_arguments",), arguments=("--tensor-parallel-size", "3")),
-    Way("quantization_unknown", "a quantisation that doesn't exist", ("bad_arguments",), arguments=("--quantization", "none7")),
+    Way(
+        "tensor_parallel_odd",
+        "three ranks for four heads",
+        ("bad_arguments",),
+        arguments=("--tensor-parallel-size", "3"),
+    ),
+    Way(
+        "quantization_unknown",
+        "a quantisation that doesn't exist",
+        ("bad_arguments",),
+        arguments=("--quantization", "none7"),
+    ),
     Way("model_missing", "the directory isn't there", ("bad_model",), model="/srv/models/none"),
-    Way("model_offline", "a name of the Hub, offline", ("bad_model",), model="no-such-org/no-such-model", environment=(("HF_HUB_OFFLINE", "1"),)),
+    Way(
+        "model_offline",
+        "a name of the Hub, offline",
+        ("bad_model",),
+        model="no-such-org/no-such-model",
+        environment=(("HF_HUB_OFFLINE", "1"),),
+    ),
     Way("config_missing", "no config.json", ("bad_model",), spoil=_remove("config.json")),
-    Way("config_broken", "half a config.json", ("bad_model",), spoil=lambda run: os.truncate(run.model / "config.json", 60)),
-    Way("architecture_unknown", "an architecture that nobody knows", ("bad_model",), spoil=_config(architectures=["NoSuchForCausalLM"], model_type="nosuch")),
-    Way("shape_mismatch", "another hidden size than the weights'", ("bad_model",), phase="weights", spoil=_config(hidden_size=512, num_attention_heads=8)),
+    Way(
+        "config_broken",
+        "half a config.json",
+        ("bad_model",),
+        spoil=lambda run: os.truncate(run.model / "config.json", 60),
+    ),
+    Way(
+        "architecture_unknown",
+        "an architecture that nobody knows",
+        ("bad_model",),
+        spoil=_config(architectures=["NoSuchForCausalLM"], model_type="nosuch"),
+    ),
+    Way(
+        "shape_mismatch",
+        "another hidden size than the weights'",
+        ("bad_model",),
+        phase="weights",
+        spoil=_config(hidden_size=512, num_attention_heads=8),
+    ),
     Way("weights_missing", "no weights at all", ("bad_model",), spoil=_remove("*.safetensors")),
-    Way("weights_truncated", "the last quarter of the file is gone", ("bad_model",), phase="weights", spoil=_truncate(2_000_000)),
+    Way(
+        "weights_truncated",
+        "the last quarter of the file is gone",
+        ("bad_model",),
+        phase="weights",
+        spoil=_truncate(2_000_000),
+    ),
     Way("weights_empty", "a file of no length", ("bad_model",), phase="weights", spoil=_truncate(0)),
     Way("weights_pointer", "a Git LFS pointer instead of weights", ("bad_model",), phase="weights", spoil=_garbage),
-    Way("shard_missing", "the index names a shard that isn't there", ("bad_model",), phase="weights", spoil=_index_without_shard),
-    Way("tokenizer_missing", "no tokenizer files", ("bad_model",), spoil=_remove("tokenizer*", "special_tokens*", "vocab*", "merges*")),
+    Way(
+        "shard_missing",
+        "the index names a shard that isn't there",
+        ("bad_model",),
+        phase="weights",
+        spoil=_index_without_shard,
+    ),
+    Way(
+        "tokenizer_missing",
+        "no tokenizer files",
+        ("bad_model",),
+        spoil=_remove("tokenizer*", "special_tokens*", "vocab*", "merges*"),
+    ),
     Way("port_taken", "another program listens on the port", ("port_in_use",), spoil=_take_port),
-    Way("utilization_high", "nearly all of the node's memory is wanted", ("gpu_neighbour",), oom=True, phase="startup", utilization="0.99"),
-    Way("kv_small", "a KV cache of less than one request", ("gpu_kv_small",), oom=True, phase="kv_cache", arguments=("--kv-cache-memory-bytes", "1M")),
-    Way("kv_none", "a budget below what the process itself needs", ("gpu_kv_none",), oom=True, phase="kv_cache", utilization="0.01"),
-    Way("address_space", "ulimit -v below what the load needs", ("host_alloc",), oom=True, shell="ulimit -v 5000000; exec"),
-    Way("shm_small", "a /dev/shm of 1 MiB", ("shm_full",), oom=True, shell="mount -t tmpfs -o size=1m tmpfs /dev/shm; exec", ),
-    Way("memcg_import", "a memory limit of 200 MiB from the start", ("host_oom_kill",), oom=True, memory_bytes=200 * MIB),
-    Way("memcg_start", "a memory limit of 900 MiB from the start", ("host_oom_kill",), oom=True, memory_bytes=900 * MIB),
-    Way("memcg_kv", "a memory limit that the KV cache goes over", ("host_oom_kill",), oom=True, memory_bytes=2600 * MIB),
-    Way("memcg_serving_worker", "the worker meets a limit while serving", ("host_oom_kill",), oom=True, memory_bytes=1 * MIB, strike=_shrink(UP, "VLLM::Worker")),
-    Way("memcg_serving_engine", "EngineCore meets a limit while serving", ("host_oom_kill",), oom=True, memory_bytes=1 * MIB, strike=_shrink(UP, "VLLM::EngineCor")),
+    Way(
+        "utilization_high",
+        "nearly all of the node's memory is wanted",
+        ("gpu_neighbour",),
+        oom=True,
+        phase="startup",
+        utilization="0.99",
+    ),
+    Way(
+        "kv_small",
+        "a KV cache of less than one request",
+        ("gpu_kv_small",),
+        oom=True,
+        phase="kv_cache",
+        arguments=("--kv-cache-memory-bytes", "1M"),
+    ),
+    Way(
+        "kv_none",
+        "a budget below what the process itself needs",
+        ("gpu_kv_none",),
+        oom=True,
+        phase="kv_cache",
+        utilization="0.01",
+    ),
+    Way(
+        "address_space",
+        "ulimit -v below what the load needs",
+        ("host_alloc",),
+        oom=True,
+        shell="ulimit -v 2500000; exec",
+    ),
+    Way(
+        "shm_small",
+        "a /dev/shm of 1 MiB",
+        ("shm_full",),
+        oom=True,
+        shell="mount -t tmpfs -o size=1m tmpfs /dev/shm; exec",
+    ),
+    Way(
+        "memcg_import", "a memory limit of 200 MiB from the start", ("host_oom_kill",), oom=True, memory_bytes=200 * MIB
+    ),
+    Way(
+        "memcg_start", "a memory limit of 900 MiB from the start", ("host_oom_kill",), oom=True, memory_bytes=900 * MIB
+    ),
+    Way(
+        "memcg_kv", "a memory limit that the KV cache goes over", ("host_oom_kill",), oom=True, memory_bytes=2600 * MIB
+    ),
+    Way(
+        "memcg_serving_worker",
+        "the worker meets a limit while serving",
+        ("host_oom_kill",),
+        oom=True,
+        memory_bytes=1 * MIB,
+        strike=_shrink(UP, "VLLM::Worker"),
+    ),
+    Way(
+        "memcg_serving_engine",
+        "EngineCore meets a limit while serving",
+        ("host_oom_kill",),
+        oom=True,
+        memory_bytes=1 * MIB,
+        strike=_shrink(UP, "VLLM::EngineCor"),
+    ),
     Way("kill_leader_serving", "SIGKILL to the API server while serving", ("killed",), strike=_kill("leader", 9, UP)),
-    Way("kill_engine_serving", "SIGKILL to EngineCore while serving", ("killed",), strike=_kill("VLLM::EngineCor", 9, UP)),
+    Way(
+        "kill_engine_serving",
+        "SIGKILL to EngineCore while serving",
+        ("killed",),
+        strike=_kill("VLLM::EngineCor", 9, UP),
+    ),
     Way("kill_worker_serving", "SIGKILL to the worker while serving", ("killed",), strike=_kill("VLLM::Worker", 9, UP)),
-    Way("kill_leader_loading", "SIGKILL to the API server while loading", ("killed",), strike=_kill("leader", 9, LOADING)),
-    Way("kill_engine_loading", "SIGKILL to EngineCore while loading", ("killed",), strike=_kill("VLLM::EngineCor", 9, LOADING)),
-    Way("kill_worker_loading", "SIGKILL to the worker while loading", ("killed",), strike=_kill("VLLM::Worker", 9, LOADING)),
-    Way("segv_worker_serving", "SIGSEGV to the worker while serving", ("engine_crash",), strike=_kill("VLLM::Worker", 11, UP)),
-    Way("abrt_engine_serving", "SIGABRT to EngineCore while serving", ("engine_crash",), strike=_kill("VLLM::EngineCor", 6, UP)),
-    Way("segv_leader_serving", "SIGSEGV to the API server while serving", ("engine_crash",), strike=_kill("leader", 11, UP)),
+    Way(
+        "kill_leader_loading",
+        "SIGKILL to the API server while loading",
+        ("killed",),
+        strike=_kill("leader", 9, LOADING),
+    ),
+    Way(
+        "kill_engine_loading",
+        "SIGKILL to EngineCore while loading",
+        ("killed",),
+        strike=_kill("VLLM::EngineCor", 9, LOADING),
+    ),
+    Way(
+        "kill_worker_loading",
+        "SIGKILL to the worker while loading",
+        ("killed",),
+        strike=_kill("VLLM::Worker", 9, LOADING),
+    ),
+    Way(
+        "segv_worker_serving",
+        "SIGSEGV to the worker while serving",
+        ("engine_crash",),
+        strike=_kill("VLLM::Worker", 11, UP),
+    ),
+    Way(
+        "abrt_engine_serving",
+        "SIGABRT to EngineCore while serving",
+        ("engine_crash",),
+        strike=_kill("VLLM::EngineCor", 6, UP),
+    ),
+    Way(
+        "segv_leader_serving",
+        "SIGSEGV to the API server while serving",
+        ("engine_crash",),
+        strike=_kill("leader", 11, UP),
+    ),
     Way("term_leader_serving", "SIGTERM to the API server while serving", ("stopped",), strike=_kill("leader", 15, UP)),
-    Way("term_leader_loading", "SIGTERM to the API server while loading", ("stopped",), strike=_kill("leader", 15, LOADING)),
+    Way(
+        "term_leader_loading",
+        "SIGTERM to the API server while loading",
+        ("stopped",),
+        strike=_kill("leader", 15, LOADING),
+    ),
     Way("int_leader_serving", "SIGINT to the API server while serving", ("stopped",), strike=_kill("leader", 2, UP)),
-    Way("exit_loading", "the worker ends itself in the middle of loading", ("engine_crash", "killed", "unknown"), environment=(("BREAK", "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|os._exit(3)"),)),
-    Way("raise_loading", "an exception in load_model", ("engine_crash",), environment=(("BREAK", "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|raise RuntimeError('the plugin broke')"),)),
-    Way("raise_serving", "an exception in a forward while serving", ("engine_crash",), environment=(("BREAK", "vllm.v1.worker.cpu_worker|CPUWorker.execute_model|4|raise RuntimeError('index 7 is out of bounds for dimension 0 with size 4')"),), strike=_serve()),
-    Way("allocate_serving", "a forward asks for more memory than there is", ("host_alloc",), oom=True, environment=(("BREAK", "vllm.v1.worker.cpu_worker|CPUWorker.execute_model|4|import torch; torch.empty(2**50)"),), strike=_serve()),
-    Way("disk_full", "a cache directory that is full", ("engine_crash",), shell="mount -t tmpfs -o size=16k tmpfs /srv; exec", environment=(("VLLM_CACHE_ROOT", "/srv"), ("BREAK", "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|open('/srv/x', 'wb').write(b'x' * 10**6)"))),
+    Way(
+        "exit_loading",
+        "the worker ends itself in the middle of loading",
+        ("engine_crash", "killed", "unknown"),
+        environment=(("BREAK", "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|os._exit(3)"),),
+    ),
+    Way(
+        "raise_loading",
+        "an exception in load_model",
+        ("engine_crash",),
+        environment=(
+            (
+                "BREAK",
+                "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|raise RuntimeError('the plugin broke')",
+            ),
+        ),
+    ),
+    Way(
+        "raise_serving",
+        "an exception in a forward while serving",
+        ("engine_crash",),
+        environment=(
+            (
+                "BREAK",
+                "vllm.v1.worker.cpu_worker|CPUWorker.execute_model|4|raise RuntimeError('index 7 is out of bounds for dimension 0 with size 4')",
+            ),
+        ),
+        strike=_serve(),
+    ),
+    Way(
+        "allocate_serving",
+        "a forward asks for more memory than there is",
+        ("host_alloc",),
+        oom=True,
+        environment=(
+            ("BREAK", "vllm.v1.worker.cpu_worker|CPUWorker.execute_model|4|import torch; torch.empty(2**50)"),
+        ),
+        strike=_serve(),
+    ),
+    Way(
+        "disk_full",
+        "a cache directory that is full",
+        ("engine_crash",),
+        shell="mount -t tmpfs -o size=16k tmpfs /srv; exec",
+        environment=(
+            ("VLLM_CACHE_ROOT", "/srv"),
+            (
+                "BREAK",
+                "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|open('/srv/x', 'wb').write(b'x' * 10**6)",
+            ),
+        ),
+    ),
 )
 
 
