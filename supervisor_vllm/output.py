@@ -22,7 +22,7 @@ DIRECTORY_NAME = "output"
 #: As supervisord's own option names begin, and the suffix of the file that holds the channel.
 CHANNELS = {"stdout": "out", "stderr": "err"}
 #: The longest wait for the end of a dead program's output. It comes within milliseconds, or its events were lost.
-SETTLE_LIMIT_SEC = 3.0
+SETTLE_LIMIT_SEC = 5.0
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -99,11 +99,15 @@ def settle(context: Context) -> None:
         return
     deadline = time.monotonic() + SETTLE_LIMIT_SEC
     while _written_serial(context) < serial:
-        if not is_running(output_directory(context.config.state_dir)):
-            say(context.name, "the output listener doesn't run: what the program wrote last is not known")
-            return
         if time.monotonic() >= deadline:
-            say(context.name, f"the end of the program's output didn't come within {SETTLE_LIMIT_SEC:g} s")
+            # one that isn't there yet may be starting together with supervisord: it had the same time
+            runs = is_running(output_directory(context.config.state_dir))
+            why = (
+                f"didn't come within {SETTLE_LIMIT_SEC:g} s"
+                if runs
+                else "is not known: the output listener doesn't run"
+            )
+            say(context.name, f"the end of the program's output {why}")
             return
         time.sleep(_SETTLE_STEP_SEC)
 

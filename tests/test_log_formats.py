@@ -26,8 +26,8 @@ STAMP = "2026-05-01T12:00:00.123456789Z"
 
 OWN_BEGINNINGS = ("(", "INFO 0", "ERROR 0", "WARNING 0")
 OUT_OF_MEMORY = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of "
-    "which 312.00 MiB is free."
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB "
+    "of which 312.00 MiB is free."
 )
 
 Carrier = Callable[[list[str]], str]

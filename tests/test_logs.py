@@ -39,15 +39,15 @@ def test_tracebacks_in_another_file(vllm_host: MakeHost) -> None:
     assert host.history()[0]["verdict"]["kind"] == "engine_crash"
 
 
-def test_no_log_at_all(vllm_host: MakeHost) -> None:
-    """Nothing decides it, and nothing is made up: started again unchanged."""
+def test_no_log_file_at_all(vllm_host: MakeHost) -> None:
+    """Its output is kept from supervisord's events, and says what happened."""
     fault = {"where": "loading", "what": "engine_exception", "times": 1}
     host = vllm_host(figures={"fault": fault}, stdout_logfile="NONE")
     assert "no log that can be read" in host.install().stdout
     host.supervisord.start()
     status = host.wait_healthy_again()
     assert status["changes"] == []
-    assert host.history()[0]["verdict"]["kind"] == "unknown"
+    assert host.history()[0]["verdict"]["kind"] == "engine_crash"
 
 
 def test_the_death_before_does_not_explain_this_one(vllm_host: MakeHost) -> None:

@@ -27,7 +27,9 @@ GRAPH = {"weights_bytes": 12 * GIB, "graph_bytes": 3 * GIB, "graph_estimate_byte
 def test_a_death_is_understood_without_a_log_file(vllm_host: MakeHost, options: dict[str, object]) -> None:
     host = vllm_host(figures=GRAPH, gpu_bytes=24 * GIB, **options).start()
     host.wait_healthy_again()
-    (incident,) = host.history()
+    history = host.history()
+    assert len(history) == 1, history
+    (incident,) = history
     assert incident["verdict"]["kind"] == "gpu_graph"
     assert incident["launches"] == 1
     assert incident["outcome"] == "healthy"

@@ -460,12 +460,7 @@ _HOST_MEMORY = (
         "shm_full",
         r"Error while creating shared memory segment /dev/shm/nccl|(?:Call to )?(?:posix_fallocate|ftruncate)(?: failed: No space left| failed : No space left)|Error: failed to extend /dev/shm/nccl[^\n]{0,80} to \d{1,18} bytes",
         source="NCCL, only with NCCL_DEBUG=WARN (#1710)",
-        words=(
-            "Error while creating shared memory segment /dev/shm/nccl",
-            " failed: No space left",
-            " failed : No space left",
-            "failed to extend /dev/shm/nccl",
-        ),
+        words=("shared memory segment /dev/shm/nccl", ": No space left", "failed to extend /dev/shm/nccl"),
         examples=(
             "Error while creating shared memory segment /dev/shm/nccl-a1b2c3 (size 9637888)",
             "Call to posix_fallocate failed : No space left on device",

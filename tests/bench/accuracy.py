@@ -1,4 +1,4 @@
-"""How often the verdict is right, over all cases with a known truth, against the rules that others use on the same texts.
+"""How often the verdict is right, over all cases with a known truth, and the rules of others.
 
 python tests/bench/accuracy.py            prints the table and writes it into docs/accuracy.md
 """

@@ -34,9 +34,9 @@ _DEATH = b"""\
 def write_log(path: Path, size_bytes: int) -> None:
     block = "".join(
         f'(APIServer pid=4711) INFO:     127.0.0.1:{30000 + number} - "POST /v1/chat/completions HTTP/1.1" 200 OK\n'
-        f"(APIServer pid=4711) INFO 05-01 12:{number // 60:02d}:{number % 60:02d} [loggers.py:123] Engine 000: Avg prompt "
-        f"throughput: {number % 977}.2 tokens/s, Avg generation throughput: {number % 311}.0 tokens/s, Running: 12 reqs, "
-        "Waiting: 3 reqs, GPU KV cache usage: 33.1%, Prefix cache hit rate: 12.0%\n"
+        f"(APIServer pid=4711) INFO 05-01 12:{number // 60:02d}:{number % 60:02d} [loggers.py:123] Engine 000: "
+        f"Avg prompt throughput: {number % 977}.2 tokens/s, Avg generation throughput: {number % 311}.0 tokens/s, "
+        "Running: 12 reqs, Waiting: 3 reqs, GPU KV cache usage: 33.1%, Prefix cache hit rate: 12.0%\n"
         for number in range(3600)
     ).encode()
     with path.open("wb") as file:

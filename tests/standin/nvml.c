@@ -1,11 +1,17 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1, as far as nvidia-ml-py 12 and 13 ask it here.
  *
  * The state is a directory, named by SUPERVISOR_VLLM_TEST_GPUS:
- *   error                  an NVML return code that every call after nvmlInit gives
+ *   init_error, error      an NVML return code that nvmlInit, or every call after it, gives
+ *   hang, crash            every call after nvmlInit never comes back, or ends the process with SIGSEGV
+ *   driver_version         text
  *   gpu<N>/total           bytes
  *   gpu<N>/name, uuid      text
- *   gpu<N>/error           an NVML return code of this device's own
- *   gpu<N>/holders/<pid>   "bytes" or "bytes starttime" (field 22 of /proc/<pid>/stat)
+ *   gpu<N>/error, hang, crash             as above, for this device's own calls
+ *   gpu<N>/error.<call>    a return code of one call: memory, processes, graphics, mps, uuid, name, mig
+ *   gpu<N>/holders/<pid>   "bytes" or "bytes starttime" (field 22 of /proc/<pid>/stat); bytes "-": the driver can't say
+ *   gpu<N>/graphics/<pid>, mps/<pid>      the same in the lists of graphics processes and of clients of MPS
+ *   gpu<N>/elsewhere/<pid> a compute process of another pid namespace: it counts whatever lives here
+ *   gpu<N>/mig/            MIG mode is on; gpu<N>/mig/<i>/ is a MIG device with the files of a GPU, and gi, ci (its ids)
  * A holder counts while its process lives and is no zombie: as with a driver, a dead process holds nothing.
  */
 #include <dirent.h>
