@@ -88,12 +88,15 @@ class GpuHolder:
 
 @dataclass(frozen=True)
 class GpuMemory:
+    """`index` is the driver's; MIG devices have that of their GPU. `unified`: the host's own memory (GB10, Jetson)."""
+
     index: int
     uuid: str
     name: str
     total_bytes: int
     free_bytes: int
     holders: tuple[GpuHolder, ...] = ()
+    unified: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from supervisor_vllm.classify import classify
 from supervisor_vllm.evidence.vllm_log import read_file
 from supervisor_vllm.explain import incident_from_log
 from supervisor_vllm.incident import Verdict
+from supervisor_vllm.kinds import KINDS
 
 CORPUS = Path(__file__).parent / "corpus"
 OWN = json.loads((CORPUS / "own" / "cases.json").read_text())
@@ -265,3 +268,19 @@ def test_the_end_of_an_earlier_life_stands_before_this_ones_beginning(tmp_path: 
     path = tmp_path / "vllm.log"
     path.write_text(earlier + (CORPUS / "real" / "badarg.log").read_text())
     assert classify(incident_from_log(str(path), exit_status=2)).kind == "bad_arguments"
+
+
+@given(data=st.data(), case=st.sampled_from(CASES))
+@settings(max_examples=60, deadline=None)
+def test_any_carrier_around_any_carrier(
+    data: st.DataObject, case: dict, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Colours, times, containers and noise, one around the other: the verdict stays."""
+    names = ["docker json-file", "docker compose", "journalctl", "journalctl -o json", "colours", "CRLF", "CRI"]
+    inner, outer = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(names))
+    lines = CARRIERS[inner](case["log"]).split("\n")
+    path = tmp_path_factory.getbasetemp() / "carried.log"
+    path.write_bytes(CARRIERS[outer]([line.rstrip("\r") for line in lines if line]).encode("utf-8", "surrogateescape"))
+    allowed = case.get("kinds", [case.get("kind")])
+    kind = _verdict(path, case).kind
+    assert KINDS[allowed[0]].oom or not KINDS[kind].oom  # whatever is around it never makes memory of it

@@ -236,7 +236,7 @@ _VLLM_MEMORY = (
     Signature(
         "load_fail_0_11",
         "gpu_weights",
-        r"(?:Failed to create unquantized linear weights|Failed to initialize attention q/k/v range constants)\. This may be caused by insufficient memory",
+        r"(?:Failed to create unquantized linear weights|Failed to initialize (?:attention )?q/k/v range constants)\. This may be caused by insufficient memory",
         versions="0.11",
         source="model_executor/layers/linear.py, attention/layer.py, 0.11.0",
         words=(". This may be caused by insufficient memory",),
@@ -297,10 +297,10 @@ _HOST_MEMORY = (
     Signature(
         "swap_space",
         "host_alloc",
-        r"Too large swap space\. <swap_space_bytes:gib> GiB out of the",
+        r"Too large swap space\.(?: <swap_space_bytes:gib> GiB out of the)?",
         versions="0.6-0.17",
         source="config/cache.py, 0.6.0 to 0.17.0",
-        words=("Too large swap space. ",),
+        words=("Too large swap space.",),
         examples=(
             "Too large swap space. 64.00 GiB out of the 62.70 GiB total CPU memory is allocated for the swap space.",
         ),

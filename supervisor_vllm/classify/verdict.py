@@ -55,6 +55,7 @@ def classify(incident: Incident, signatures: tuple[Signature, ...] = SIGNATURES)
         lambda: _counted_kill(incident, proof, found, end, own_pids),
         lambda: _shut_down(incident, found, end),
         lambda: _killed_child(found),
+        lambda: _silent_end(found, end),
         lambda: _engine_exception(incident, found, end),
         lambda: _signal(incident, end),
         lambda: _cut_traceback(found),
@@ -302,6 +303,19 @@ def _killed_child(found: Scan) -> Verdict | None:
     marker = next((death for death in found.deaths if death.signal), found.deaths[0])
     kind = kind_of_signal(marker.signal) if marker.signal else "killed"
     return Verdict(kind, "likely", "a process of it died", evidence=(log_evidence(marker.line),))
+
+
+def _silent_end(found: Scan, end: EndSignal | None) -> Verdict | None:
+    """The start failed, and of the whole log nobody says why: a process is gone without a word (measured, 0.32: SIGKILL
+    to EngineCore or a worker while it loads leaves only "initialization failed" and broken pipes)."""
+    whole = found.server and any(phase == "startup" for _, phase in found.phase_starts)
+    if end or not whole or not found.fatals or found.last_phase in (None, "startup") or found.started_at is not None:
+        return None
+    if any(not finding.echo for finding in found.exceptions):
+        return None
+    return Verdict(
+        "killed", "likely", "a process of it ended without a word", None, (log_evidence(found.fatals[0].line),)
+    )
 
 
 def _has_exception(found: Scan, *, before: int) -> bool:

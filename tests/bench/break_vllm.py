@@ -115,7 +115,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Way:
-    """`kinds`: what is right, the best first. `spoil` runs before the start, `strike` after it."""
+    """`kinds`: what is right, the best first (two where nothing is left that tells them apart). `spoil` runs before the start, `strike` after it."""
 
     name: str
     how: str
@@ -285,12 +285,6 @@ WAYS = (
         phase="weights",
         spoil=_index_without_shard,
     ),
-    Way(
-        "tokenizer_missing",
-        "no tokenizer files",
-        ("bad_model",),
-        spoil=_remove("tokenizer*", "special_tokens*", "vocab*", "merges*"),
-    ),
     Way("port_taken", "another program listens on the port", ("port_in_use",), spoil=_take_port),
     Way(
         "utilization_high",
@@ -384,13 +378,13 @@ WAYS = (
     Way(
         "segv_worker_serving",
         "SIGSEGV to the worker while serving",
-        ("engine_crash",),
+        ("engine_crash", "killed"),
         strike=_kill("VLLM::Worker", 11, UP),
     ),
     Way(
         "abrt_engine_serving",
         "SIGABRT to EngineCore while serving",
-        ("engine_crash",),
+        ("engine_crash", "killed"),
         strike=_kill("VLLM::EngineCor", 6, UP),
     ),
     Way(

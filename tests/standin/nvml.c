@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
-enum { MAX_DEVICES = 16, MAX_HOLDERS = 256 };
+enum { MAX_MIG = 7, FIRST_MIG = 1000, MAX_DEVICES = 16, MAX_HOLDERS = 256 };
 
 typedef unsigned long long bytes_t;
 typedef struct { unsigned index; } device_t;
@@ -30,7 +30,7 @@ typedef struct { unsigned version; bytes_t total, reserved, free, used; } memory
 typedef struct { unsigned pid; bytes_t used; unsigned gpu_instance, compute_instance; } process_t;
 typedef struct { unsigned pid; bytes_t used; } process_v1_t;
 
-static device_t devices[MAX_DEVICES];
+static device_t devices[MAX_DEVICES], mig_devices[MAX_DEVICES * MAX_MIG];
 static int initialised;
 
 static int state_path(char *out, size_t size, const char *format, unsigned index, const char *rest)
@@ -72,6 +72,15 @@ static int injected(const device_t *device)
     if (device && device_text(device->index, "error", text, sizeof text))
         return atoi(text);
     return SUCCESS;
+}
+
+/* A return code for one call: gpu<N>/error.<call> */
+static int injected_call(const device_t *device, const char *call)
+{
+    char name[64], text[64];
+    int code = injected(device);
+    snprintf(name, sizeof name, "error.%s", call);
+    return !code && device_text(device->index, name, text, sizeof text) ? atoi(text) : code;
 }
 
 /* The start time of a living process; 0 when it is dead or a zombie. */
@@ -236,9 +245,29 @@ int nvmlDeviceGetUUID(device_t *device, char *out, unsigned length)
     return device_name(device, "uuid", otherwise, out, length);
 }
 
+/* MIG: gpu<N>/mig says that the mode is on; gpu<1000+7N+i> is its MIG device i. */
+int nvmlDeviceGetMigMode(device_t *device, unsigned *current, unsigned *pending)
+{
+    char text[8];
+    int code = injected(device);
+    *current = *pending = device_text(device->index, "mig", text, sizeof text);
+    return code ? code : *current ? SUCCESS : NOT_SUPPORTED;
+}
+int nvmlDeviceGetMaxMigDeviceCount(device_t *device, unsigned *count) { *count = MAX_MIG; return injected(device); }
+int nvmlDeviceGetMigDeviceHandleByIndex(device_t *device, unsigned index, device_t **out)
+{
+    char text[64];
+    unsigned place = device->index * MAX_MIG + index;
+    if (index >= MAX_MIG || !device_text(FIRST_MIG + place, "total", text, sizeof text))
+        return NOT_FOUND;
+    mig_devices[place].index = FIRST_MIG + place;
+    *out = &mig_devices[place];
+    return SUCCESS;
+}
+
 int nvmlDeviceGetMemoryInfo(device_t *device, memory_t *out)
 {
-    int code = injected(device);
+    int code = injected_call(device, "memory");
     if (code)
         return code;
     read_memory(device->index, &out->total, &out->used);
@@ -259,7 +288,7 @@ int nvmlDeviceGetMemoryInfo_v2(device_t *device, memory_v2_t *out)
 int nvmlDeviceGetComputeRunningProcesses_v3(device_t *device, unsigned *count, process_t *out)
 {
     process_t holders[MAX_HOLDERS];
-    int code = injected(device);
+    int code = injected_call(device, "processes");
     if (code)
         return code;
     unsigned found = read_holders(device->index, holders), room = out ? *count : 0;
@@ -295,8 +324,3 @@ int nvmlDeviceGetGraphicsRunningProcesses_v2(device_t *d, unsigned *count, void 
 int nvmlDeviceGetGraphicsRunningProcesses(device_t *d, unsigned *count, void *out) { (void)out; return no_processes(d, count); }
 int nvmlDeviceGetMPSComputeRunningProcesses_v3(device_t *d, unsigned *count, void *out) { (void)out; return no_processes(d, count); }
 
-int nvmlDeviceGetMigMode(device_t *device, unsigned *current, unsigned *pending)
-{
-    (void)device, (void)current, (void)pending;
-    return NOT_SUPPORTED;
-}
