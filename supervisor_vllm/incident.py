@@ -28,7 +28,8 @@ Action = Literal["adjust", "wait", "retry", "hold", "none"]
 #:   utilization, requested_bytes           what the start check wanted
 #:   tried_bytes               the allocation that failed
 #:   process_bytes, pytorch_bytes, reserved_unallocated_bytes   from torch's sentence
-#:   device                    index of the device that the message names
+#:   device                    index of the device that the message names, of those that the program sees
+#:   rank                      tensor-parallel rank of the worker that says it
 #:   weights_bytes, activation_bytes, non_torch_bytes, graph_bytes   measured by vLLM in this life
 #:   initial_free_bytes, current_free_bytes  of vLLM's profiling assertion
 #:   dummy_requests            sampler or pooler warm-up

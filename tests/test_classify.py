@@ -324,3 +324,29 @@ def test_what_users_write_changes_nothing(case: dict, seed: int) -> None:
     at = seed % (len(log) + 1)
     lines = (*log[:at], *(LogLine(0, text) for text in noise), *log[at:])
     assert classify(_incident_of(case, lines)).kind == case["kind"]
+
+
+@pytest.mark.parametrize(
+    ("process", "rank"),
+    [
+        ("(VllmWorker rank=1 pid=12) ", 1),
+        ("(EngineCore_0 pid=5) (VllmWorker TP3 pid=9) ", 3),
+        ("(Worker_TP1 pid=9) ", 1),
+        ("(Worker_DP0_TP2_EP2 pid=9) ", 2),
+        ("(EngineCore_DP0 pid=9) ", None),
+        ("", None),
+    ],
+)
+def test_which_rank_died(process: str, rank: int | None) -> None:
+    verdict = classify(incident(f"{process}ERROR 05-01 12:00:00 [a.py:1] {OOM_LINE}", exit_status=1))
+    assert verdict.numbers.get("rank") == rank
+
+
+def test_a_message_counts_the_devices_that_the_program_sees() -> None:
+    """CUDA_VISIBLE_DEVICES=2,3: GPU 1 of the message is the driver's GPU 3."""
+    devices = tuple(
+        GpuMemory(index, f"GPU-{index}", "x", 2**36, 2**30, (GpuHolder(900 + index, 2**35),)) for index in (2, 3)
+    )
+    line = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 64 GiB"
+    verdict = classify(incident(line, exit_status=1, gpus=devices))
+    assert [holder["pid"] for holder in verdict.numbers["holders"]] == [903]

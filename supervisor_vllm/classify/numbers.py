@@ -40,6 +40,16 @@ def torch_numbers(text: str) -> Numbers:
     return found
 
 
+_RANK = lazy(r"(?:rank=|TP)(\d{1,4})")
+
+
+def rank_of(process: str) -> int | None:
+    """The tensor-parallel rank in a worker's prefix: `VllmWorker rank=1` (until 0.10.0), `VllmWorker TP1` (0.10.1),
+    `Worker_TP1`, `Worker_DP0_TP1_EP1`. None: a single worker, or not a worker."""
+    match = _RANK.search(process)
+    return int(match[1]) if match else None
+
+
 def torch_holders(text: str, incident: Incident, own_pids: frozenset[int]) -> list[dict[str, object]]:
     """Processes that torch's sentence names. A single one without "this process" is the process itself: in a
     container torch can't know its own pid on the host (pid namespaces, #31273)."""
@@ -57,11 +67,12 @@ def torch_holders(text: str, incident: Incident, own_pids: frozenset[int]) -> li
 
 
 def device_holders(incident: Incident, own_pids: frozenset[int], device: int | None) -> list[dict[str, object]]:
-    """Processes that the driver names, on the device of the message or on all."""
+    """Processes that the driver names, on the device of the message or on all. A message counts the devices that the
+    program sees (CUDA_VISIBLE_DEVICES), in its order: so are `incident.gpus`."""
     return [
         {"pid": holder.pid, "bytes": holder.bytes, "name": holder.name, "owner": owner}
-        for gpu in incident.gpus
-        if device is None or gpu.index == device or len(incident.gpus) == 1
+        for place, gpu in enumerate(incident.gpus)
+        if device is None or place == device or len(incident.gpus) == 1
         for holder in gpu.holders
         for owner in (_owner_of_holder(holder.owner, holder.pid, incident, own_pids),)
     ]

@@ -36,7 +36,8 @@ def _allocation(numbers: Numbers) -> str:
 
 def _device(kind: str, numbers: Numbers) -> str:
     means = KINDS[kind].means
-    where = f" (device {numbers['device']})" if "device" in numbers else ""
+    places = [f"{name} {numbers[name]}" for name in ("device", "rank") if name in numbers]
+    where = f" ({', '.join(places)})" if places else ""
     allocation = _allocation(numbers)
     return f"{_sentence(means)}{where}{': ' + allocation if allocation else ''}."
 

@@ -17,7 +17,7 @@ from ..incident import Confidence, Evidence, Incident, LogLine, Numbers, Verdict
 from ..lazy import lazy
 from . import scan as scanning
 from .host_kill import KillProof, kill_proof
-from .numbers import device_holders, neighbour_bytes, torch_holders, torch_numbers
+from .numbers import device_holders, neighbour_bytes, rank_of, torch_holders, torch_numbers
 from .pattern import Signature, numbers_of
 from .process_end import EndSignal, end_signal, kind_of_signal, looks_like_server
 from .scan import Finding, Scan, memory_kind, memory_phase
@@ -210,6 +210,8 @@ def _device_memory(incident: Incident, found: Scan, finding: Finding, own_pids: 
     numbers = torch_numbers(text)
     if finding.match:
         numbers = {**numbers_of(finding.match), **numbers}
+    if (rank := rank_of(finding.record.process)) is not None:
+        numbers["rank"] = rank
     evidence = [log_evidence(finding.record.line)]
     phase = memory_phase(found, finding)
     kind = memory_kind(phase)
