@@ -1,0 +1,36 @@
+"""Deaths of real vLLM that tests/bench/real_deaths.py made: what we say is true of what was done."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from supervisor_vllm.classify import classify
+from supervisor_vllm.explain import incident_from_log
+from supervisor_vllm.incident import Verdict
+from supervisor_vllm.kinds import KINDS
+
+DEATHS = Path(__file__).parent / "corpus" / "deaths"
+CASES = json.loads((DEATHS / "cases.json").read_text())
+
+
+def explain(case: dict) -> Verdict:
+    kernel = DEATHS / f"{case['name']}.kernel"
+    return classify(
+        incident_from_log(
+            str(DEATHS / f"{case['name']}.log"),
+            command=case["command"],
+            exit_status=case.get("exit_status"),
+            signal=case.get("signal"),
+            pids=tuple(case["pids"]),
+            cgroup=case.get("cgroup"),
+            kernel_log=str(kernel) if kernel.exists() else None,
+        )
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_kind_is_true(case: dict) -> None:
+    verdict = explain(case)
+    assert verdict.kind in case["kind"], verdict.summary
+    assert KINDS[verdict.kind].oom == case["oom"]
