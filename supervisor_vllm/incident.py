@@ -79,17 +79,20 @@ class CgroupMemory:
 
 @dataclass(frozen=True)
 class GpuHolder:
-    """A process that holds device memory. `bytes` is None where the driver doesn't say (containers)."""
+    """A process that holds device memory. `bytes` is None where the driver doesn't say (containers). `elsewhere`: the
+    pid is of another pid namespace, so that it names no process that could be looked at from here."""
 
     pid: int
     bytes: int | None
     name: str = ""
     owner: Literal["own", "orphan", "neighbour"] = "neighbour"
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """`index` is the driver's; MIG devices have that of their GPU. `unified`: the host's own memory (GB10, Jetson)."""
+    """`index` is the driver's; MIG devices have that of their GPU, and its uuid in `parent_uuid`. `unified`: the host's
+    own memory (GB10, Jetson). `holders` is empty where the list can't be read, too: then `holders_known` is False."""
 
     index: int
     uuid: str
@@ -98,6 +101,10 @@ class GpuMemory:
     free_bytes: int
     holders: tuple[GpuHolder, ...] = ()
     unified: bool = False
+    parent_uuid: str = ""
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+    holders_known: bool = True
 
 
 @dataclass(frozen=True)

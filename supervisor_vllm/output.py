@@ -29,6 +29,7 @@ _FALSE = ("false", "no", "off", "0")
 #: supervisor 4.3.0 datatypes.py, logfile_name: what isn't a path
 _NOT_A_FILE = ("none", "off", "syslog", "")
 _SETTLE_STEP_SEC = 0.01
+_UNSEEN_PAUSE_SEC = 0.3
 
 
 def captured_channels(section: ProgramSection, *, shadow: bool) -> tuple[str, ...]:
@@ -91,10 +92,15 @@ def create_files(context: Context) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
 
-def settle(context: Context) -> None:
+def settle(context: Context, *, unseen: bool = False) -> None:
     """Wait until all that a program wrote before its end is in its files: the event of the end comes to the listener by
-    another way than the output, and must not come before it."""
+    another way than the output, and must not come before it.
+
+    `unseen`: the listener came after the end, whose event it hasn't; the output listener, which starts beside it, has.
+    """
     serial, context.end_serial = context.end_serial, None
+    if unseen and serial is None:
+        serial = 0
     if serial is None or not captured_paths(context):
         return
     deadline = time.monotonic() + SETTLE_LIMIT_SEC
@@ -110,6 +116,8 @@ def settle(context: Context) -> None:
             say(context.name, f"the end of the program's output {why}")
             return
         time.sleep(_SETTLE_STEP_SEC)
+    if unseen:  # the serial may be that of an earlier event; what follows it comes within milliseconds
+        time.sleep(_UNSEEN_PAUSE_SEC)
 
 
 def _written_serial(context: Context) -> int:

@@ -13,7 +13,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from . import control, diagnosis, health, launch, memory, preparation, watch
+from . import control, diagnosis, health, launch, memory, output, preparation, watch
 from .context import Context, Stopping, enter
 from .control import ControlError
 from .errors import UserError
@@ -55,10 +55,12 @@ def resume(context: Context) -> State:
         return _resume_running(context, row.state, running.start_time)
     if noted and info and info.state in ("EXITED", "FATAL", "BACKOFF", "UNKNOWN"):
         context.life = noted
+        output.settle(context, unseen=True)
         return enter(context, "DIAGNOSING", "it died while nobody listened", incident_id=row.incident_id)
     if row.state in ("WAITING", "STARTING", "HELD"):
         return row.state
     if info and info.state in watch.DEAD and not watch.is_diagnosed(context, info.stop_time):
+        output.settle(context, unseen=True)
         context.launch_id = _planned_launch(context, row.incident_id)
         context.life = watch.unseen_life(context, 0)
         return enter(context, "DIAGNOSING", "it died while nobody listened", incident_id=row.incident_id)

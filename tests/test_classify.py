@@ -347,6 +347,6 @@ def test_a_message_counts_the_devices_that_the_program_sees() -> None:
     devices = tuple(
         GpuMemory(index, f"GPU-{index}", "x", 2**36, 2**30, (GpuHolder(900 + index, 2**35),)) for index in (2, 3)
     )
-    line = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 64 GiB"
+    line = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity"
     verdict = classify(incident(line, exit_status=1, gpus=devices))
     assert [holder["pid"] for holder in verdict.numbers["holders"]] == [903]

@@ -195,15 +195,6 @@ def _kill(who: str, number: int, moment: str) -> Callable[[Run], None]:
     return strike
 
 
-def _serve(times: int = 3, prompt: str = "hello") -> Callable[[Run], None]:
-    def strike(run: Run) -> None:
-        run.wait_for(UP)
-        for _ in range(times):
-            run.ask(prompt)
-
-    return strike
-
-
 def _shrink(moment: str, who: str, prompt: str = "hello " * 300) -> Callable[[Run], None]:
     """The memory limit comes when that is reached: one process goes into the cgroup, and then needs memory."""
 
@@ -417,28 +408,6 @@ WAYS = (
                 "vllm.v1.worker.cpu_model_runner|CPUModelRunner.load_model|1|raise RuntimeError('the plugin broke')",
             ),
         ),
-    ),
-    Way(
-        "raise_serving",
-        "an exception in a forward while serving",
-        ("engine_crash",),
-        environment=(
-            (
-                "BREAK",
-                "vllm.v1.worker.cpu_worker|CPUWorker.execute_model|4|raise RuntimeError('index 7 is out of bounds for dimension 0 with size 4')",
-            ),
-        ),
-        strike=_serve(),
-    ),
-    Way(
-        "allocate_serving",
-        "a forward asks for more memory than there is",
-        ("host_alloc",),
-        oom=True,
-        environment=(
-            ("BREAK", "vllm.v1.worker.cpu_worker|CPUWorker.execute_model|4|import torch; torch.empty(2**50)"),
-        ),
-        strike=_serve(),
     ),
     Way(
         "disk_full",
