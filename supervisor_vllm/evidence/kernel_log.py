@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO, cast
+from typing import cast
 
 from ..lazy import lazy
 from .gpu_events import GpuEvent, gpu_events, gpu_faults
@@ -70,7 +70,7 @@ _OOMD = lazy(r"oomd kill: [\d.]{1,20} [\d.]{1,20} [\d.]{1,20} (\S{1,4096}) {1,2}
 # earlyoom kill.c, 1.0 to 1.8
 _EARLYOOM = lazy(
     r"sending (?:SIGTERM|SIGKILL) to process (\d{1,10})(?: uid \d{1,10})? "
-    r'"' + _NAME + r'"(?:: (?:badness|oom_score) |$)'
+    r'"(.{0,64}?)"(?:: (?:badness|oom_score) |$)'
 )
 _EARLYOOM_FAILED = lazy(r"kill failed: |dryrun, not actually sending any signal")
 # nohang 0.1 on: the victim, then the signal, then the outcome, in a line each
@@ -83,7 +83,7 @@ _KUBELET_LOG = lazy(r'Got sys oom event.{0,20}?"?Pid"?:(\d{1,10})[, ]"?ProcessNa
 _CONTAINERD = lazy(r'TaskOOM event .{0,16}?(?:container_id:\\?"?|ContainerID:)([0-9a-f]{12,64})\b')
 
 #: Cheap: a line that has none of these needs no further look. The last two are how journald writes what is no UTF-8.
-_WORDS = ("ill", "oom", "OOM", "SIG", "PID: ", "OK; ", 'MESSAGE":[', 'MESSAGE" : [')
+_WORDS = ("ill", "oom", "OOM", "SIG", "PID: ", "OK; ", "dryrun", 'MESSAGE":[', 'MESSAGE" : [')
 _DEVICE_WORDS = ("NVRM", "amdgpu", "VRAM is lost")
 _MESSAGE = lazy(
     r"[Kk]illed process|[Kk]ill process|oom-kill: ?constraint|killed as a result of limit|are going to be killed|"
@@ -430,7 +430,7 @@ def _last_bytes(path: str, max_bytes: int) -> bytes:
         return _unpacked(stream, max_bytes)
 
 
-def _unpacking(path: str, magic: bytes) -> BinaryIO | None:
+def _unpacking(path: str, magic: bytes) -> io.BufferedIOBase | None:
     if magic[:2] not in (b"\x1f\x8b", b"BZ", b"\xfd7"):
         return None
     import bz2
@@ -438,19 +438,19 @@ def _unpacking(path: str, magic: bytes) -> BinaryIO | None:
     import lzma
 
     if magic.startswith(b"\x1f\x8b"):
-        return cast(BinaryIO, gzip.open(path))
+        return cast(io.BufferedIOBase, gzip.open(path))
     if magic.startswith(b"BZh"):
-        return cast(BinaryIO, bz2.open(path))
+        return cast(io.BufferedIOBase, bz2.open(path))
     if magic.startswith(b"\xfd7zXZ"):
-        return cast(BinaryIO, lzma.open(path))
+        return cast(io.BufferedIOBase, lzma.open(path))
     return None
 
 
-def _unpacked(stream: BinaryIO, max_bytes: int) -> bytes:
+def _unpacked(stream: io.BufferedIOBase, max_bytes: int) -> bytes:
     """The end of it, holding no more than twice that in memory."""
     kept = io.BytesIO()
     try:
-        while chunk := stream.read(2**20):
+        while chunk := stream.read1(2**20):  # read() would lose what stands before a cut
             kept.write(chunk)
             if kept.tell() > 2 * max_bytes:
                 kept = io.BytesIO(kept.getvalue()[-max_bytes:])
