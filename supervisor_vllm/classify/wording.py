@@ -122,7 +122,8 @@ _SHELL_KILL = lazy(r"Killed|(?:[\w./-]{1,120}: line \d{1,6}: )?\d{1,10} Killed .
 
 # Somebody asked for the end: vLLM's and uvicorn's words (0.18 on: "[shutdown]").
 _STOP = lazy(
-    r"(?:\[shutdown\] API server: shutdown triggered|\[shutdown\] EngineCore: trigger received signal=SIG(?:TERM|INT)"
+    # not EngineCore's own "[shutdown] … trigger received signal": alone it is a signal to that one process (measured)
+    r"(?:\[shutdown\] API server: shutdown triggered"
     r"|KeyboardInterrupt(?:: (?:terminated|MQLLMEngine terminated))?$|[Rr]eceived (?:signal )?SIG(?:TERM|INT)\b"
     r"|Received signal (?:2|15)\b|Gracefully stopping http server)"
 )
