@@ -856,9 +856,9 @@ _PERSON = (
     Signature(
         "model_file",
         "bad_model",
-        r"(?:\[Errno (?:2|13)\] )?(?:No such file or directory|Permission denied)(?: \(os error \d{1,3}\))?: '?/[^'\n]{0,400}(?:config\.json|\.safetensors|\.bin|\.gguf|tokenizer[\w.]{0,30}|vocab\.\w{1,8}|merges\.txt)\b",
+        r"(?:\[Errno (?:2|13)\] )?(?:No such file or directory|Permission denied)(?: \(os error \d{1,3}\))?: '?/[^'\n]{0,300}(?:config\.json|\.safetensors|\.bin|\.gguf|tokenizer[\w.]{0,30}|vocab\.\w{1,8}|merges\.txt)\b",
         source="Python and safetensors: a file of the model or of an adapter that isn't there or may not be read",
-        words=("config.json", ".safetensors", ".bin", ".gguf", "tokenizer", "vocab.", "merges.txt"),
+        words=("No such file or directory", "Permission denied"),
         examples=(
             "[Errno 13] Permission denied: '/srv/models/q/config.json'",
             "No such file or directory: /srv/models/q/model.safetensors",
