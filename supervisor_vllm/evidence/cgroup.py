@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..incident import CgroupMemory
@@ -11,14 +9,6 @@ from .roots import Roots
 
 #: cgroup v1 writes "no limit" as the largest page-aligned number.
 _V1_UNLIMITED_BYTES = 2**60
-
-
-@dataclass(frozen=True)
-class CgroupKills:
-    """Processes killed for memory in a cgroup: in version 2 in those below it, too."""
-
-    path: str
-    count: int
 
 
 def memory_cgroup_of(pid: int, roots: Roots) -> str | None:
@@ -42,46 +32,13 @@ def memory_cgroup_of(pid: int, roots: Roots) -> str | None:
 
 
 def read_cgroup(path: str, roots: Roots) -> CgroupMemory | None:
-    """None: there is no such cgroup (gone with its last process, or hidden by a cgroup namespace).
-
-    `limit_bytes` is the tightest of its own and of those above it: each of them kills.
-    """
+    """None: there is no such cgroup (gone with its last process, or hidden by a cgroup namespace)."""
     directory = _directory(path, roots)
     if directory is None:
         return None
-    read = _read_v1 if (directory / "memory.limit_in_bytes").exists() else _read_v2
-    return read(path, directory)
-
-
-def first_readable(path: str, roots: Roots) -> CgroupMemory | None:
-    """The cgroup, or the nearest above it that is still there (and has a counter that counts what is below it).
-
-    A unit's cgroup goes with its last process. In version 2 the counters of those above hold its kills too; in
-    version 1 each counts only its own.
-    """
-    if own := read_cgroup(path, roots):
-        return own
-    for above in ancestors(path)[1:]:
-        counters = read_cgroup(above, roots)
-        if counters and counters.oom_kill_count is not None and not _is_v1(above, roots):
-            return counters
-    return None
-
-
-def kill_counts(path: str, roots: Roots) -> tuple[CgroupKills, ...]:
-    """How often it was killed in this cgroup and in each above it, as far as they say; cheap."""
-    counts = []
-    for each in ancestors(path):
-        directory = _directory(each, roots)
-        if directory is not None and (count := _kill_count(directory)) is not None:
-            counts.append(CgroupKills(each, count))
-    return tuple(counts)
-
-
-def ancestors(path: str) -> tuple[str, ...]:
-    """The cgroup itself and those above it, up to the root."""
-    parts = [part for part in path.split("/") if part]
-    return tuple("/" + "/".join(parts[:length]) for length in range(len(parts), -1, -1))
+    if (directory / "memory.limit_in_bytes").exists():
+        return _read_v1(path, directory)
+    return _read_v2(path, directory)
 
 
 def _directory(path: str, roots: Roots) -> Path | None:
@@ -95,33 +52,11 @@ def _directory(path: str, roots: Roots) -> Path | None:
     return None
 
 
-def _is_v1(path: str, roots: Roots) -> bool:
-    directory = _directory(path, roots)
-    return directory is not None and (directory / "memory.limit_in_bytes").exists()
-
-
-def _kill_count(directory: Path) -> int | None:
-    """The kernel's kills, and those of systemd-oomd, which counts them in an attribute of the directory."""
-    keyed = _keyed(directory / "memory.events") or _keyed(directory / "memory.oom_control")
-    count = keyed.get("oom_kill")
-    by_oomd = _oomd_kills(directory)
-    return count if by_oomd is None else (count or 0) + by_oomd
-
-
-def _oomd_kills(directory: Path) -> int | None:
-    """systemd-oomd(8): user.oomd_kill is the number of processes that it has killed here."""
-    try:
-        return int(os.getxattr(directory, "user.oomd_kill"))
-    except (OSError, ValueError):
-        return None
-
-
 def _read_v1(path: str, directory: Path) -> CgroupMemory:
-    limit = _keyed(directory / "memory.stat").get("hierarchical_memory_limit")
-    limit = _number(directory / "memory.limit_in_bytes") if limit is None else limit
+    limit = _number(directory / "memory.limit_in_bytes")
     return CgroupMemory(
         path,
-        oom_kill_count=_kill_count(directory),
+        oom_kill_count=_keyed(directory / "memory.oom_control").get("oom_kill"),
         limit_bytes=None if limit is None or limit >= _V1_UNLIMITED_BYTES else limit,
         usage_bytes=_number(directory / "memory.usage_in_bytes"),
         fail_count=_number(directory / "memory.failcnt"),
@@ -130,12 +65,10 @@ def _read_v1(path: str, directory: Path) -> CgroupMemory:
 
 def _read_v2(path: str, directory: Path) -> CgroupMemory:
     events = _keyed(directory / "memory.events")
-    depth = len(ancestors(path)) - 1 if ".." not in path else 0
-    limits = [_number(level / "memory.max") for level in (directory, *directory.parents[:depth])]  # "max": no limit
     return CgroupMemory(
         path,
-        oom_kill_count=_kill_count(directory),
-        limit_bytes=min((limit for limit in limits if limit is not None), default=None),
+        oom_kill_count=events.get("oom_kill"),
+        limit_bytes=_number(directory / "memory.max"),  # "max" is no number: no limit
         usage_bytes=_number(directory / "memory.current"),
         fail_count=events.get("max"),
     )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 from ..incident import GpuHolder, GpuMemory, LogLine, ProcessRef
-from .gpu import GpuReading, read_gpus_in_child
-from .visible import visible_gpus
+from .gpu import read_gpus_in_child, visible_gpus
 
 #: Words that only the CPU backend logs (vLLM 0.20 to 0.33, v1/worker/cpu_worker.py, cpu_model_runner.py).
 _CPU_BACKEND_WORDS = ("cpu_worker.py", "cpu_model_runner.py", "CPU KV cache size", "Available memory on node ")
@@ -20,22 +18,14 @@ def on_cpu_backend(log: tuple[LogLine, ...]) -> bool:
     return any(word in line.text for line in log for word in _CPU_BACKEND_WORDS)
 
 
-def read_program_devices(*, cpu_backend: bool, environment: Mapping[str, str], timeout_sec: float = 10.0) -> GpuReading:
-    """The devices that a program with this environment sees, in its order: a message's `GPU 1` is the second. A memory
-    node has no holders: everybody uses it."""
-    if cpu_backend:
-        return GpuReading(read_memory_nodes())
-    return visible_gpus(read_gpus_in_child(timeout_sec), environment)
-
-
 def read_devices(
     *, cpu_backend: bool, cuda_visible_devices: str | None, timeout_sec: float = 10.0
 ) -> tuple[GpuMemory, ...]:
-    """Where only CUDA_VISIBLE_DEVICES is known: indices count by the bus. Empty where nothing can be measured."""
-    environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    if cuda_visible_devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
-    return read_program_devices(cpu_backend=cpu_backend, environment=environment, timeout_sec=timeout_sec).gpus
+    """The program's devices; empty where nothing can be measured. A memory node has no holders: everybody uses it."""
+    if cpu_backend:
+        return read_memory_nodes()
+    reading = read_gpus_in_child(timeout_sec)
+    return visible_gpus(reading.gpus, cuda_visible_devices)
 
 
 def read_memory_nodes(nodes: Path = _NODES) -> tuple[GpuMemory, ...]:
@@ -63,13 +53,10 @@ def _meminfo(path: Path) -> dict[str, int]:
 def name_holders(
     gpus: tuple[GpuMemory, ...], *, own: tuple[ProcessRef, ...], orphans: tuple[ProcessRef, ...]
 ) -> tuple[GpuMemory, ...]:
-    """Say of each holder whose it is: own (of the life), orphan (of a dead one), or a neighbour's. A pid of elsewhere is
-    a number of another count: that it equals one of ours says nothing."""
+    """Say of each holder whose it is: own (of the life), orphan (of a dead one), or a neighbour's."""
     own_pids, orphan_pids = {ref.pid for ref in own}, {ref.pid for ref in orphans}
 
     def owned(holder: GpuHolder) -> GpuHolder:
-        if holder.elsewhere:
-            return holder
         if holder.pid in orphan_pids:
             return dataclasses.replace(holder, owner="orphan")
         return dataclasses.replace(holder, owner="own" if holder.pid in own_pids else "neighbour")

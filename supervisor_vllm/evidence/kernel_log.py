@@ -22,7 +22,6 @@ from .roots import Roots
 __all__ = [
     "GpuEvent",
     "KernelKill",
-    "concerning",
     "gpu_events",
     "gpu_faults",
     "last_sequence",
@@ -320,21 +319,6 @@ def _platform_line(reader: _Reader, found: Stamped) -> None:
 
 def _unit_kill(found: Stamped, unit: str, killer: str) -> KernelKill:
     return KernelKill(None, "", found.text, boot_seconds=found.boot_seconds, wall=found.wall, killer=killer, unit=unit)
-
-
-def concerning(lines: tuple[str, ...], path: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The lines without those of kills elsewhere: not in this cgroup, nor in one whose path has one of the names.
-
-    For a container that can read the host's log: a kill of which no cgroup is known is left out, too.
-    """
-    inside = path.rstrip("/") + "/"
-
-    def ours(kill: KernelKill) -> bool:
-        where = kill.task_memcg or kill.unit or ""
-        return any(name in where for name in names) or (inside != "/" and f"{where}/".startswith(inside))
-
-    own = {kill.pid for kill in parse_kills(lines) if ours(kill)}
-    return tuple(line for line in lines if all(ours(kill) or kill.pid in own for kill in parse_kills((line,))))
 
 
 # -- the sources
