@@ -189,15 +189,11 @@ def hold(run: Run, size: int) -> None:
     process.stdout.readline()
 
 
-def just_fits() -> str:
-    """A utilisation that is nearly all of what is free."""
-    total, available = node_memory()
-    return f"{available / total - 0.06:.2f}"
-
-
 def neighbour_while_loading(run: Run) -> None:
+    """Leaves less than what this run was promised at its start, --gpu-memory-utilization 0.7."""
     run.wait_for(LOADING)
-    hold(run, 1536 * MIB)
+    total, available = node_memory()
+    hold(run, max(MIB, available - int(0.7 * total) + 1536 * MIB))
 
 
 def first_of_two(run: Run) -> None:
@@ -209,9 +205,3 @@ def first_of_two(run: Run) -> None:
     command += ["--host", "127.0.0.1", "--port", str(other.port), "--enforce-eager", "--max-model-len", "2048"]
     start(other, [*command, "--gpu-memory-utilization", "0.25"], {}, "", [])
     other.wait_for(UP)
-
-
-def hungry_utilization() -> str:
-    """More than is free now, less than all: what a first engine and the page cache leave can't be it."""
-    total, available = node_memory()
-    return f"{min(0.99, available / total + 0.1):.2f}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import deaths_deeds as deeds
@@ -32,7 +31,8 @@ BAD_ARGUMENTS: tuple[str, ...] = ("bad_arguments",)
 @dataclass(frozen=True)
 class Way:
     """`kind`: what is right, the best first. `spoil` comes before the start, `strike` after it; `shell` runs before
-    vLLM in its process; `memory_bytes` and `tasks` are limits of a cgroup that holds all of it from the start."""
+    vLLM in its process; `memory_bytes` and `tasks` are limits of a cgroup that holds all of it from the start.
+    `untold`: wrong, but no line of the log and no exit status tells it from the truth."""
 
     name: str
     how: str
@@ -41,13 +41,14 @@ class Way:
     phase: str | None = None
     arguments: tuple[str, ...] = ()
     environment: Pairs = ()
-    utilization: str | Callable[[], str] = "0.15"
+    utilization: str = "0.15"
     model: str | None = None
     shell: str = ""
     memory_bytes: int | None = None
     tasks: int | None = None
     spoil: Deed | None = None
     strike: Deed | None = None
+    untold: tuple[str, ...] = ()
 
 
 def flag(name: str, how: str, *arguments: str, kind: tuple[str, ...] = BAD_ARGUMENTS) -> Way:
@@ -69,8 +70,9 @@ def fault(name: str, how: str, kind: tuple[str, ...], action: str, *, oom: bool 
     return Way(name, how, kind, oom, "runtime", SERVE, environment, strike=deeds.serve)
 
 
-def address_space(name: str, kib: int) -> Way:
-    return Way(f"address_space_{name}", f"ulimit -v {kib}", ("host_alloc",), oom=True, shell=f"ulimit -v {kib}")
+def address_space(name: str, kib: int, *untold: str) -> Way:
+    limit = f"ulimit -v {kib}"
+    return Way(f"address_space_{name}", limit, ("host_alloc",), oom=True, shell=limit, untold=untold)
 
 
 ARGUMENT_WAYS = (
@@ -164,7 +166,7 @@ MEMORY_WAYS = (
         ("gpu_unstable", "gpu_neighbour"),
         oom=True,
         phase="kv_cache",
-        utilization=deeds.just_fits,
+        utilization="0.7",
         environment=breaking(LOAD_WEIGHTS, "import time; time.sleep(12)"),
         strike=deeds.neighbour_while_loading,
     ),
@@ -203,10 +205,9 @@ MEMORY_WAYS = (
         spoil=deeds.config(vocab_size=800_000_000),
     ),
     address_space("torch", 250000),
-    address_space("start", 500000),
-    address_space("import", 700000),
+    address_space("import", 700000, "engine_crash"),
     address_space("module", 900000),
-    address_space("server", 1300000),
+    address_space("server", 1300000, "engine_crash"),
     address_space("child", 1700000),
     address_space("engine", 2050000),
     Way(
@@ -332,6 +333,7 @@ FAULT_WAYS = (
         "the worker ends itself while loading",
         ENDED,
         environment=breaking(LOAD_WEIGHTS, "import os; os._exit(3)"),
+        untold=("killed",),
     ),
     Way(
         "exit_engine",

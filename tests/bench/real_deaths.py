@@ -96,12 +96,11 @@ def limits(way: Way, run: Run) -> list[Path]:
 def command_of(way: Way, run: Run, python: Path) -> list[str]:
     """The usual arguments, each unless the way has its own."""
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", way.model or str(run.model)]
-    utilization = way.utilization if isinstance(way.utilization, str) else way.utilization()
     usual = {
         "--host": ["127.0.0.1"],
         "--port": [str(run.port)],
         "--max-model-len": ["2048"],
-        "--gpu-memory-utilization": [utilization],
+        "--gpu-memory-utilization": [way.utilization],
         "--enforce-eager": [],
     }
     for flag, value in usual.items():
@@ -119,6 +118,8 @@ def case_of(way: Way, run: Run, command: str, status: int) -> dict[str, object]:
     case |= {"pids": sorted(run.seen), "kind": list(way.kind), "oom": way.oom}
     if way.phase:
         case["phase"] = way.phase
+    if way.untold:
+        case["untold"] = list(way.untold)
     return {**case, "vllm": VERSION}
 
 
