@@ -11,13 +11,14 @@ TEST_WORKERS ?= 6
 
 VLLM_PYTHON = $(abspath $(VLLM_VENV))/bin/python
 
-.PHONY: help demo test test-fast lint clean
+.PHONY: help demo test test-fast lint bench-policy clean
 
 help:
 	@echo "make demo       real vLLM (CPU) dies three deaths under a real supervisord and comes back"
 	@echo "make test       the whole suite, real vLLM included"
 	@echo "make test-fast  the suite without real vLLM, under 3 minutes"
 	@echo "make lint       ruff and mypy"
+	@echo "make bench-policy  500 random machines: launches until it serves, capacity kept, and what others do"
 	@echo "make clean      removes what these commands have made"
 
 demo: $(VENV)/.ready $(VLLM_VENV)/.ready
@@ -33,6 +34,9 @@ test-fast: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+bench-policy: $(VENV)/.ready
+	$(VENV)/bin/python tests/bench/bench_policy.py
 
 # A stamp is written last: an environment that was interrupted doesn't count.
 $(VENV)/.ready: setup.cfg pyproject.toml Makefile

@@ -70,6 +70,7 @@ RULED_OUT = {
     "host_unknown": "不能排除主机内存：没有提供内核日志",
     "gpu_no_word": "不是显存：日志里没有显存分配失败",
     "gpu_none_left": "不是其他进程：没有发现别的进程占用显存",
+    "gpu_unknown": "不能排除其他进程：从这里看不到谁占用显存",
     "gpu_kv_built": "不是启动时的 KV 缓存：它已建好，可容纳 {tokens} 个词元",
     "gpu_weights_fit": "不是权重：它们已加载，共 {size}",
     "shm_free": "不是 /dev/shm：当时 {total} 中有 {free} 空闲",
@@ -85,6 +86,8 @@ def summary(verdict: Verdict) -> str:
 
 def _details(numbers: Numbers) -> str:
     parts = []
+    if "gpu_index" in numbers:
+        parts.append(f"在 GPU {numbers['gpu_index']} 上" + (f"（rank {numbers['rank']}）" if "rank" in numbers else ""))
     if "max_model_len" in numbers and "kv_needed_bytes" in numbers:
         parts.append(f"{numbers['max_model_len']} 个词元的请求需要 {gib(numbers['kv_needed_bytes'])}")
     if "kv_available_bytes" in numbers:

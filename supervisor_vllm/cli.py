@@ -95,6 +95,17 @@ def _parser() -> argparse.ArgumentParser:
         shown.add_argument("--json", action="store_true")
         _add_config_options(shown)
 
+    plan = verbs.add_parser("plan", help="before any death: does it fit, which memory goes where")
+    plan.set_defaults(verb=_plan)
+    plan.add_argument("--command", required=True, metavar="CMD", help="the launch command: vllm serve …")
+    plan.add_argument("--gpu-total", type=int, metavar="BYTES", help="of one device (measured otherwise)")
+    plan.add_argument("--gpu-free", type=int, metavar="BYTES", help="of one device before the start")
+    plan.add_argument("--model-config", metavar="FILE", help="config.json, or a model's directory (found otherwise)")
+    plan.add_argument("--vllm-version", metavar="V")
+    plan.add_argument("--cpu-backend", action="store_true", help="vLLM's CPU build: the device is the memory node")
+    plan.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, see the README")
+    plan.add_argument("--json", action="store_true")
+
     for name, verb, help_ in (
         ("undo", _undo, "drop the learned changes"),
         ("uninstall", _uninstall, "take out what init added"),
@@ -103,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
         changing.set_defaults(verb=verb)
         changing.add_argument("program")
         _add_config_options(changing)
+
+    export = verbs.add_parser("export", help="what was learned, as a file for other hosts")
+    export.set_defaults(verb=_export)
+    _add_config_options(export)
+    import_ = verbs.add_parser("import", help="what another host learned, as a hint")
+    import_.set_defaults(verb=_import)
+    import_.add_argument("file", metavar="FILE", help="what export wrote; - for a pipe")
+    _add_config_options(import_)
 
     check = verbs.add_parser("check", help="look over the installation")
     check.set_defaults(verb=_check)
@@ -186,8 +205,12 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 def _explanation(arguments: argparse.Namespace, log: str, language: str) -> dict[str, Any]:
     from .classify import classify
+    from .classify.numbers import with_device_numbers
+    from .evidence.device import on_cpu_backend
+    from .evidence.model_config import launched_shape
     from .explain import incident_from_log
     from .explanation import explain_json
+    from .policy.launch_command import parse_launch
     from .policy.plan import plan_next
     from .settings import Settings
 
@@ -204,9 +227,43 @@ def _explanation(arguments: argparse.Namespace, log: str, language: str) -> dict
         vllm_version=arguments.vllm_version,
         life=arguments.life,
     )
-    verdict = classify(incident, _own_signatures(arguments.signatures))
-    plan = plan_next(verdict, arguments.command, Settings(), vllm_version=incident.vllm_version)
+    verdict = with_device_numbers(classify(incident, _own_signatures(arguments.signatures)), incident)
+    plan = plan_next(
+        verdict,
+        arguments.command,
+        Settings(),
+        vllm_version=incident.vllm_version,
+        shape=launched_shape(parse_launch(arguments.command), os.environ, os.getcwd()),
+        cpu_backend=on_cpu_backend(incident.log),
+    )
     return explain_json(verdict, plan, incident, language)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from .forecast import forecast, forecast_json
+    from .settings import parse_settings
+
+    if arguments.gpu_free is not None and arguments.gpu_total is None:
+        raise UserError("--gpu-free without --gpu-total", hint="say what the device has in all, too")
+    if arguments.gpu_total is not None and not 0 < (arguments.gpu_free or 1) <= arguments.gpu_total:
+        raise UserError("--gpu-total and --gpu-free don't go together", hint="give bytes: 0 < free <= total")
+    found = forecast(
+        arguments.command,
+        parse_settings(_set_options(arguments.set)),
+        gpu_total=arguments.gpu_total,
+        gpu_free=arguments.gpu_free,
+        model_config=arguments.model_config,
+        vllm_version=arguments.vllm_version,
+        cpu_backend=arguments.cpu_backend,
+    )
+    data = forecast_json(found)
+    if arguments.json:
+        _print_json(data)
+    else:
+        from .report import print_forecast
+
+        print_forecast(data)
+    return 0 if found.fits else 1
 
 
 def _explain_folder(arguments: argparse.Namespace, language: str) -> int:
@@ -237,8 +294,9 @@ def _language() -> str:
 def _own_signatures(folder: str | None) -> tuple[Any, ...]:
     """The built-in ones without a folder. A mistake in the folder is the user's: here it ends the run."""
     from .classify.signatures import SIGNATURES
+    from .settings import DEFAULT_CONF_DIR, SIGNATURES_DIR
 
-    path = Path(folder) if folder else _DEFAULT_SIGNATURES
+    path = Path(folder) if folder else DEFAULT_CONF_DIR / SIGNATURES_DIR
     if not path.is_dir():
         if folder:
             raise UserError(f"{folder} is no directory", hint="give --signatures the folder that holds your *.toml")
@@ -249,9 +307,6 @@ def _own_signatures(folder: str | None) -> tuple[Any, ...]:
     if loaded.problems:
         raise loaded.problems[0]
     return loaded.signatures
-
-
-_DEFAULT_SIGNATURES = Path("/etc/supervisor/conf.d/signatures.d")
 
 
 def _signatures(arguments: argparse.Namespace) -> int:
@@ -321,6 +376,31 @@ def _uninstall(arguments: argparse.Namespace) -> int:
 
     config = load_config(find_config(arguments.config, arguments.conf_dir))
     return _print_result(installation.uninstall(config, arguments.program))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from .config_file import find_config, load_config
+    from .fleet import exported
+    from .journal import open_journal
+
+    config = load_config(find_config(arguments.config, arguments.conf_dir))
+    _print_json(exported(open_journal(config.state_dir, read_only=True)))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from .config_file import find_config, load_config
+    from .fleet import import_text
+    from .journal import open_journal
+
+    config = load_config(find_config(arguments.config, arguments.conf_dir))
+    try:
+        text = sys.stdin.read() if arguments.file == "-" else Path(arguments.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as why:
+        raise UserError(f"{arguments.file} can't be read ({why})", hint="give the file that export wrote") from None
+    count = import_text(open_journal(config.state_dir), text, arguments.file)
+    print(f"{count} imported; each counts when the same model is first launched here on the same vLLM")
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

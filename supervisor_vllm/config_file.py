@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
-from .settings import TABLE, Settings, parse_settings
+from .settings import DEFAULT_CONF_DIR, SIGNATURES_DIR, TABLE, Settings, parse_settings
 
 LISTENER = "eventlistener:supervisor-vllm"
 #: Only where the output of a program is no file. Not the listener's own section: there a flood of output takes the
@@ -25,7 +25,6 @@ COMMON = "supervisor-vllm"
 PROGRAM_PREFIX = "supervisor-vllm:"
 STEM = "supervisor-vllm"
 OUTPUT_LISTENER_LOG = "output-listener.log"
-DEFAULT_CONF_DIR = Path("/etc/supervisor/conf.d")
 DEFAULT_STATE_DIR = Path("/var/lib/supervisor-vllm")
 
 
@@ -53,7 +52,7 @@ class Config:
     @property
     def signatures_dir(self) -> Path:
         """Where the user's own signatures are; it need not exist."""
-        return self.conf_dir / "signatures.d"
+        return self.conf_dir / SIGNATURES_DIR
 
     def program(self, name: str) -> ProgramConfig:
         for item in self.programs:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from datetime import datetime
 
-from . import control, launch, memory
+from . import back_up, control, launch, memory, watch
 from .classify import classify
+from .classify.numbers import with_device_numbers
 from .context import Context, enter, say
 from .errors import UserError
 from .evidence import device, exit_status, life, processes
 from .evidence.life import Life
-from .incident import Incident, Plan, Verdict
+from .incident import Evidence, Incident, Plan, Verdict
 from .journal import State
 from .policy.launch_command import redact
 from .policy.plan import Attempt, plan_next
 from .redaction import for_journal
+from .target import shape_of
 
 
 def diagnose(context: Context) -> State:
@@ -24,8 +27,11 @@ def diagnose(context: Context) -> State:
     incident = _gather(context, context.life)
     verdict = classify(incident, context.signatures)
     if incident.gpus == () and verdict.kind.startswith("gpu_"):
-        incident = _with_devices(context, incident)
-        verdict = memory.with_device_numbers(classify(incident, context.signatures), incident)
+        incident, problem = _with_devices(context, incident)
+        verdict = with_device_numbers(classify(incident, context.signatures), incident)
+        if problem:
+            say(context.name, f"devices: {problem}")
+            verdict = dataclasses.replace(verdict, evidence=(*verdict.evidence, Evidence("gpu", problem)))
     return _decide(context, incident, verdict)
 
 
@@ -51,6 +57,7 @@ def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
         exit_status=status,
         signal=signal,
         stop_requested=False,
+        died_sec_ago=0.0 if alive else _died_sec_ago(context),
     )
     if alive:
         return dataclasses.replace(incident, orphans=())
@@ -58,9 +65,17 @@ def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
     return dataclasses.replace(incident, orphans=incident.orphans + left)
 
 
-def _with_devices(context: Context, incident: Incident) -> Incident:
-    devices = memory.read_devices(context, incident)
-    return dataclasses.replace(incident, gpus=device.name_holders(devices, own=incident.tree, orphans=incident.orphans))
+def _died_sec_ago(context: Context) -> float:
+    """By supervisord's own time: a death while the listener was away may be old."""
+    info = control.process_info(context.server, context.full_name)
+    return time.time() - info.stop_time if info and info.stop_time and info.state in watch.DEAD else 0.0
+
+
+def _with_devices(context: Context, incident: Incident) -> tuple[Incident, str | None]:
+    """The incident with the program's devices, and what of them couldn't be read."""
+    reading = memory.read_devices(context, incident)
+    named = device.name_holders(reading.gpus, own=incident.tree, orphans=incident.orphans)
+    return dataclasses.replace(incident, gpus=named), reading.problem
 
 
 def _decide(context: Context, incident: Incident, verdict: Verdict) -> State:
@@ -69,6 +84,7 @@ def _decide(context: Context, incident: Incident, verdict: Verdict) -> State:
     assert dead is not None
     plan = plan_for(context, verdict, incident, waited=False)
     with context.journal.transaction():
+        plan = back_up.plan_after_failed_notch(context, dead, verdict, _command_text(context)) or plan
         _close_previous(context, dead)
         incident_id = context.journal.add_incident(for_journal(incident), verdict, plan_for_journal(plan))
         context.journal.set_life(context.name, None)
@@ -90,13 +106,16 @@ def plan_for(context: Context, verdict: Verdict, incident: Incident, *, waited: 
     attempts = tuple(
         Attempt(row.verdict.kind, row.plan.changes) for row in context.journal.incidents_since_healthy(context.name)
     )
+    command = _command_text(context)
     return plan_next(
         verdict,
-        _command_text(context),
+        command,
         context.settings,
         attempts=attempts[:-1] if waited else attempts,
         waited=waited,
         vllm_version=incident.vllm_version,
+        shape=shape_of(context.section, command),
+        cpu_backend=device.on_cpu_backend(incident.log),
     )
 
 

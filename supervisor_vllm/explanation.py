@@ -50,6 +50,7 @@ _SENTENCES = {
     "host_unknown": "host memory is not ruled out: no kernel log was given",
     "gpu_no_word": "not device memory: no allocation failed in the log",
     "gpu_none_left": "not a neighbour: no other process is known to hold device memory",
+    "gpu_unknown": "a neighbour is not ruled out: who holds the device's memory can't be seen from here",
     "gpu_kv_built": "not the KV cache at the start: it was built, for {tokens} tokens",
     "gpu_weights_fit": "not the weights: they were loaded, {size}",
     "shm_free": "not /dev/shm: {free} of {total} were free",
@@ -72,7 +73,7 @@ def ruled_out(verdict: Verdict, incident: Incident) -> Iterator[tuple[str, dict[
         total = incident.host_after.shm_total_bytes or 0
         yield "shm_free", {"free": gib(incident.host_after.shm_free_bytes), "total": gib(total)}
     if verdict.kind.startswith("gpu_"):
-        yield from _device(verdict)
+        yield from _device(verdict, incident)
     elif incident.log and verdict.confidence in _SURE and verdict.kind not in ("stopped", "exited"):
         yield "gpu_no_word", {}
 
@@ -91,12 +92,13 @@ def _host(verdict: Verdict, incident: Incident) -> Iterator[tuple[str, dict[str,
         yield "host_free", {"available": gib(after.available_bytes), "total": gib(after.total_bytes)}
 
 
-def _device(verdict: Verdict) -> Iterator[tuple[str, dict[str, str]]]:
+def _device(verdict: Verdict, incident: Incident) -> Iterator[tuple[str, dict[str, str]]]:
     numbers = verdict.numbers
     if verdict.kind not in ("gpu_neighbour", "gpu_unstable") and not any(
         holder["owner"] != "own" for holder in numbers.get("holders", ())
     ):
-        yield "gpu_none_left", {}
+        known = all(gpu.holders_known for gpu in incident.gpus)
+        yield "gpu_none_left" if known else "gpu_unknown", {}
     if verdict.kind != "gpu_weights" and "weights_bytes" in numbers:
         yield "gpu_weights_fit", {"size": gib(numbers["weights_bytes"])}
     if verdict.kind in ("gpu_runtime", "gpu_graph", "gpu_warmup") and "kv_tokens" in numbers:

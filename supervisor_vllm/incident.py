@@ -18,6 +18,10 @@ from typing import Any, Literal, TypeVar
 Confidence = Literal["proven", "likely", "unknown"]
 Action = Literal["adjust", "wait", "retry", "hold", "none"]
 
+#: A kill for memory longer before the death than this had another end: the tree lived on. (A rank that lost another one
+#: waits for it: NCCL's own time limit is 10 minutes.)
+KILL_TO_DEATH_SEC = 1800.0
+
 #: Names of the numbers that evidence may hold. One name means one thing in the whole project.
 #:   estimated_max_model_len   vLLM's own estimate of the longest length that fits (tokens)
 #:   max_model_len             the length that was asked for (tokens)
@@ -28,7 +32,8 @@ Action = Literal["adjust", "wait", "retry", "hold", "none"]
 #:   utilization, requested_bytes           what the start check wanted
 #:   tried_bytes               the allocation that failed
 #:   process_bytes, pytorch_bytes, reserved_unallocated_bytes   from torch's sentence
-#:   device                    index of the device that the message names, of those that the program sees
+#:   device                    index of the failed device, of those that the program sees
+#:   gpu_index, gpu_uuid       the driver's own number of it; its UUID where it is a MIG device
 #:   rank                      tensor-parallel rank of the worker that says it
 #:   weights_bytes, activation_bytes, non_torch_bytes, graph_bytes   measured by vLLM in this life
 #:   initial_free_bytes, current_free_bytes  of vLLM's profiling assertion
@@ -38,7 +43,8 @@ Action = Literal["adjust", "wait", "retry", "hold", "none"]
 #:   shm_required_bytes, shm_free_bytes
 #:   swap_space_bytes          host memory that --swap-space asked for
 #:   limit_bytes               limit of the memory cgroup that killed
-#:   holders                   list of {"pid", "bytes", "name", "owner"}; owner is orphan | neighbour | own
+#:   holders                   list of {"pid", "bytes", "name", "owner"}; owner is orphan | neighbour | own; with
+#:                             "elsewhere" true where the pid is none that can be looked at from here
 Numbers = dict[str, Any]
 
 
@@ -136,6 +142,10 @@ class Incident:
     log: tuple[LogLine, ...] = ()
     #: kernel log lines since the life began, as the kernel wrote them
     kernel_log: tuple[str, ...] = ()
+    #: the kernel's log names processes by other numbers than ours
+    in_pid_namespace: bool = False
+    #: when it died, on the clock of the kernel's log
+    died_boot_seconds: float | None = None
     cgroup_before: CgroupMemory | None = None
     cgroup_after: CgroupMemory | None = None
     host_before: HostMemory | None = None

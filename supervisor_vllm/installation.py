@@ -21,7 +21,7 @@ from .errors import UserError
 from .incident import Change
 from .journal import make_state_dir, open_journal
 from .policy.launch_command import parse_launch
-from .supervisord_conf import ProgramSection, SupervisordConf, find_main_file, http_server, program, read_conf
+from .supervisord_conf import ProgramSection, SupervisordConf, find_main_file, http_server, is_true, program, read_conf
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _http_findings(conf: SupervisordConf) -> Iterator[Finding]:
 
 def _log_findings(section: ProgramSection, state_dir: Path, *, shadow: bool) -> Iterator[Finding]:
     options = section.options
-    redirected = options.get("redirect_stderr", "false").lower() in ("true", "on", "yes", "1")
+    redirected = is_true(options.get("redirect_stderr", ""))
     captured = output.captured_channels(section, shadow=shadow)
     for channel in ("stdout",) if redirected else ("stdout", "stderr"):
         file = options.get(f"{channel}_logfile", "AUTO")
@@ -384,7 +384,7 @@ def _output_findings(config: Config, section: ProgramSection, *, shadow: bool) -
         return
     in_force = program(read_conf(config.supervisord_conf), section.name).options
     for channel in channels:
-        if in_force.get(f"{channel}_events_enabled", "").lower() not in ("true", "on", "yes", "1"):
+        if not is_true(in_force.get(f"{channel}_events_enabled", "")):
             yield Finding("warning", f"{channel}_events_enabled is not set by the override; run init again")
     if is_running(output.output_directory(config.state_dir)):
         yield Finding("ok", "the output listener runs")

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from .errors import UserError
 from .incident import Change, Incident, Plan, Verdict, from_json, to_json
+from .policy.fingerprint import Fingerprint
 
 FILE_NAME = "journal.sqlite3"
 
@@ -28,8 +29,10 @@ State = Literal["WATCHING", "DIAGNOSING", "WAITING", "STARTING", "VERIFYING", "H
 StartedBy = Literal["supervisor-vllm", "person", "supervisord"]
 
 _LAUNCH_COLUMNS = "id, program, incident_id, time, started_by, pid, healthy_time"
-_SCHEMA_VERSION = 1
-_SCHEMA = """
+_SCHEMA_VERSION = 2
+#: What each version added; a journal of an older one gets what it hasn't yet.
+_SCHEMAS = {
+    1: """
 CREATE TABLE program (
     program TEXT PRIMARY KEY,
     state TEXT NOT NULL,
@@ -76,7 +79,30 @@ CREATE TABLE step (
     reason TEXT NOT NULL,
     incident_id INTEGER
 );
-"""
+""",
+    2: """
+CREATE TABLE learned_of (
+    program TEXT PRIMARY KEY,
+    fingerprint TEXT NOT NULL
+);
+CREATE TABLE remembered (
+    fingerprint TEXT PRIMARY KEY,
+    changes TEXT NOT NULL,
+    time REAL NOT NULL,
+    origin TEXT NOT NULL
+);
+CREATE TABLE notch (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    program TEXT NOT NULL,
+    flag TEXT NOT NULL,
+    before TEXT NOT NULL,
+    after TEXT,
+    launch_id INTEGER NOT NULL,
+    time REAL NOT NULL,
+    failed_time REAL
+);
+""",
+}
 
 
 @dataclass(frozen=True)
@@ -113,6 +139,16 @@ class LaunchRow:
     started_by: StartedBy
     pid: int | None
     healthy_time: float | None
+
+
+@dataclass(frozen=True)
+class RememberedRow:
+    """`origin`: measured, or imported."""
+
+    fingerprint: Fingerprint
+    changes: tuple[Change, ...]
+    time: float
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -307,6 +343,69 @@ class Journal:
                     (program, change.flag, _dump(to_json(change)), row.incident_id, row.time),
                 )
 
+    def learned_of(self, program: str) -> Fingerprint | None:
+        """What the learned changes belong to; None where that was never seen serving."""
+        row = self.connection.execute("SELECT fingerprint FROM learned_of WHERE program = ?", (program,)).fetchone()
+        return from_json(Fingerprint, json.loads(row[0])) if row else None
+
+    def set_learned_of(self, program: str, fingerprint: Fingerprint) -> None:
+        with self.transaction() as sql:
+            sql.execute("INSERT OR REPLACE INTO learned_of VALUES (?, ?)", (program, fingerprint.key))
+
+    def remember(
+        self, fingerprint: Fingerprint, changes: tuple[Change, ...], *, when: float, origin: str = "measured"
+    ) -> None:
+        """With what this very thing served. What was measured here is stronger than what was imported."""
+        with self.transaction() as sql:
+            own = sql.execute("SELECT origin FROM remembered WHERE fingerprint = ?", (fingerprint.key,)).fetchone()
+            if own and own[0] == "measured" and origin != "measured":
+                return
+            values = (fingerprint.key, _dump([to_json(change) for change in changes]), when, origin)
+            sql.execute("INSERT OR REPLACE INTO remembered VALUES (?, ?, ?, ?)", values)
+
+    def add_notch(self, program: str, change: Change, *, launch_id: int, when: float) -> None:
+        """A step back up that this launch tries."""
+        with self.transaction() as sql:
+            known = "SELECT 1 FROM notch WHERE launch_id = ? AND flag = ?"
+            if sql.execute(known, (launch_id, change.flag)).fetchone():
+                return  # a listener that was killed on the way
+            sql.execute(
+                "INSERT INTO notch (program, flag, before, after, launch_id, time) VALUES (?, ?, ?, ?, ?, ?)",
+                (program, change.flag, change.from_, change.to, launch_id, when),
+            )
+
+    def open_notches(self, launch_id: int) -> tuple[Change, ...]:
+        rows = self.connection.execute(
+            "SELECT flag, before, after FROM notch WHERE launch_id = ? AND failed_time IS NULL", (launch_id,)
+        )
+        return tuple(Change(flag, before, after, "") for flag, before, after in rows)
+
+    def fail_notches(self, launch_id: int, *, when: float) -> None:
+        with self.transaction() as sql:
+            sql.execute("UPDATE notch SET failed_time = ? WHERE launch_id = ?", (when, launch_id))
+
+    def failed_notches(self, program: str) -> dict[str, list[str | None]]:
+        """flag → values that were tried and died; None: without the flag."""
+        rows = self.connection.execute(
+            "SELECT flag, after FROM notch WHERE program = ? AND failed_time IS NOT NULL", (program,)
+        )
+        found: dict[str, list[str | None]] = {}
+        for flag, value in rows:
+            found.setdefault(flag, []).append(value)
+        return found
+
+    def remembered(self) -> list[RememberedRow]:
+        rows = self.connection.execute("SELECT fingerprint, changes, time, origin FROM remembered ORDER BY time DESC")
+        return [
+            RememberedRow(
+                from_json(Fingerprint, json.loads(fingerprint)),
+                tuple(from_json(Change, change) for change in json.loads(changes)),
+                when,
+                origin,
+            )
+            for fingerprint, changes, when, origin in rows
+        ]
+
 
 def open_journal(state_dir: Path, *, read_only: bool = False) -> Journal:
     """The journal of `state_dir`; made there when missing (the directory is made 0700, a wider one is narrowed).
@@ -365,8 +464,8 @@ def _migrate(connection: sqlite3.Connection) -> None:
     if version > _SCHEMA_VERSION:
         connection.execute("ROLLBACK")
         raise sqlite3.DatabaseError(f"it was written by a newer version (schema {version})")
-    for statement in _SCHEMA.split(";") if version < _SCHEMA_VERSION else ():
-        if statement.strip():
+    for added in range(version + 1, _SCHEMA_VERSION + 1):
+        for statement in filter(str.strip, _SCHEMAS[added].split(";")):
             connection.execute(statement)
     connection.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
     connection.execute("COMMIT")

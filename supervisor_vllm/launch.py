@@ -89,29 +89,3 @@ def _put_back(context: Context, before: str | None) -> None:
 def _render(context: Context, section: ProgramSection) -> str:
     changes = learned_changes(context, section.command)
     return override.render_override(section, changes)
-
-
-def follow_user_file(context: Context) -> str | None:
-    """Once a tick: the override must not outlive the user's section (supervisord would not start any more), and a hand
-    edit of the user's command must not be hidden by it. Returns a sentence when the program's section is gone."""
-    path = context.program.override_path
-    before = override.read_text(path)
-    try:
-        section = user_section(context)
-        adopt_hand_edits(context)
-    except UserError as why:
-        if before is None:
-            return None
-        override.remove_file(path)
-        say(context.name, f"override removed: {why}")
-        return f"its section is gone from the configuration ({why}); the override was removed"
-    if before is None or not override.has_base(before) or override.is_built_from(before, section.command):
-        return None
-    changes = learned_changes(context, section.command)
-    context.journal.replace_learned(context.name, changes, incident_id=None)
-    override.write_file(path, override.render_override(section, changes), like=section.file)
-    say(
-        context.name,
-        "the user's command was edited: the override was rebuilt from it; `supervisorctl update` applies it",
-    )
-    return None

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import output
+from .classify.pattern import Signature
+from .classify.signatures import SIGNATURES
 from .classify.user_signatures import load_signatures
 from .config_file import Config, load_config
 from .context import Context, say
@@ -72,11 +74,16 @@ class Watchers:
     inboxes: dict[str, Inbox] = field(default_factory=dict)
     contexts: dict[str, Context] = field(default_factory=dict)
     config_mtime_ns: int = 0
+    signatures: tuple[Signature, ...] = SIGNATURES
 
     def update(self, config: Config) -> None:
         """Start what is new, stop what is gone, give the others their new settings."""
         self.config = config
         self.config_mtime_ns = _mtime_ns(config.path)
+        own = load_signatures(config.signatures_dir)
+        for problem in own.problems:
+            say("listener", f"not used: {problem}")
+        self.signatures = own.signatures
         wanted = {item.program: item for item in config.programs}
         for name in list(self.inboxes):
             if name not in wanted:
@@ -85,6 +92,7 @@ class Watchers:
         for name, item in wanted.items():
             if name in self.contexts:
                 self.contexts[name].program = item
+                self.contexts[name].signatures = self.signatures
             elif name not in self.inboxes:
                 self.inboxes[name] = Inbox()
                 self._prepare(name)  # before the first event can come: they are handed out by its names
@@ -92,7 +100,7 @@ class Watchers:
 
     def _prepare(self, name: str) -> None:
         try:
-            self.contexts[name] = _context(self.config, name, self.server, self.inboxes[name])
+            self.contexts[name] = _context(self.config, name, self.server, self.inboxes[name], self.signatures)
         except UserError as why:
             say(name, str(why))
 
@@ -150,14 +158,13 @@ class Watchers:
             say("listener", f"the settings stay as they were: {why}")
 
 
-def _context(config: Config, name: str, server: Supervisord, inbox: Inbox) -> Context:
+def _context(
+    config: Config, name: str, server: Supervisord, inbox: Inbox, signatures: tuple[Signature, ...]
+) -> Context:
     item = config.program(name)
     section = program(read_conf(config.supervisord_conf, skip=(item.override_path,)), name)
-    own = load_signatures(config.signatures_dir)
-    for problem in own.problems:
-        say(name, f"not used: {problem}")
     journal = open_journal(config.state_dir)
-    context = Context(config, item, section, journal, server, inbox, signatures=own.signatures)
+    context = Context(config, item, section, journal, server, inbox, signatures=signatures)
     output.create_files(context)
     return context
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from . import launch, watch
 from .context import Context
 from .errors import UserError
 from .evidence import device, host
-from .incident import Change, GpuMemory, Incident, Numbers, Plan, Verdict
+from .evidence.gpu import GpuReading
+from .incident import Change, GpuHolder, GpuMemory, Incident, Numbers, Plan
 from .journal import IncidentRow
 from .policy.flags import UTILIZATION, default_utilization
-from .policy.launch_command import parse_launch
-from .target import program_environment
+from .policy.launch_command import LaunchCommand, parse_launch
+from .target import effective_environment
 from .units import gib
 
 #: Of the host memory that was available when the life began, this much must be available again.
@@ -36,35 +38,23 @@ class Need:
 
 @dataclass(frozen=True)
 class Reading:
-    """`shortfall` is a sentence, None when all is free. `numbers` are of the tightest device, as a verdict has them."""
+    """`shortfall` is a sentence, None when all is free. `numbers` are of the tightest device, as a verdict has them.
+    `problem`: why no device could be measured."""
 
     shortfall: str | None
     numbers: Numbers = dataclasses.field(default_factory=dict)
+    problem: str | None = None
 
 
-def read_devices(context: Context, incident: Incident) -> tuple[GpuMemory, ...]:
+def read_devices(context: Context, incident: Incident) -> GpuReading:
     return _read(context, device.on_cpu_backend(incident.log))
-
-
-def with_device_numbers(verdict: Verdict, incident: Incident) -> Verdict:
-    """The verdict with the tightest device's total and free memory, where its own evidence has none. What the dead
-    server and its orphans hold counts as free: they are ended before the next launch."""
-    if not incident.gpus or "total_bytes" in verdict.numbers or not verdict.kind.startswith("gpu_"):
-        return verdict
-
-    def free_bytes(memory: GpuMemory) -> int:
-        return memory.free_bytes + sum(holder.bytes or 0 for holder in memory.holders if holder.owner != "neighbour")
-
-    tightest = min(incident.gpus, key=free_bytes)
-    numbers = {"total_bytes": tightest.total_bytes, "free_bytes": free_bytes(tightest), **verdict.numbers}
-    return dataclasses.replace(verdict, numbers=numbers)
 
 
 def note_baseline(context: Context) -> None:
     """The device memory before vLLM takes any: read once, right after a start."""
     if context.life is None or context.life.devices:
         return
-    devices = (*_read(context, False), *device.read_memory_nodes())
+    devices = (*_read(context, False).gpus, *device.read_memory_nodes())
     context.life = dataclasses.replace(context.life, devices=devices)
     watch.keep(context)
 
@@ -75,8 +65,7 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
         parsed = parse_launch(launch.current_command(context))
     except UserError:
         return Need(cpu_backend, 0)
-    count = _number(parsed.get("--tensor-parallel-size")) * _number(parsed.get("--pipeline-parallel-size"))
-    need = Need(cpu_backend, count)
+    need = Need(cpu_backend, device_count(parsed))
     if row.verdict.kind == "host_oom_kill" and incident.host_before:
         need = dataclasses.replace(need, host_bytes=int(incident.host_before.available_bytes * _HOST_SHARE))
     checked = parsed.get("--kv-cache-memory-bytes") is None and "VLLM_CPU_KVCACHE_SPACE" not in parsed.environment
@@ -90,6 +79,13 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
     fraction = _fraction(text, incident.vllm_version)
     overhead = _overhead_bytes(incident, row.verdict.numbers) if waits else 0
     return dataclasses.replace(need, fraction=fraction, overhead_bytes=overhead)
+
+
+def device_count(parsed: LaunchCommand) -> int:
+    """Devices that the launch takes on this machine; too many where others take part."""
+    here = parsed.get("--data-parallel-size-local") or parsed.get("--data-parallel-size")
+    ranks = (parsed.get("--tensor-parallel-size"), parsed.get("--pipeline-parallel-size"), here)
+    return math.prod(map(_number, ranks))
 
 
 def without_neighbours(context: Context, row: IncidentRow) -> tuple[Change, ...]:
@@ -116,9 +112,10 @@ def without_neighbours(context: Context, row: IncidentRow) -> tuple[Change, ...]
 def measure(context: Context, need: Need) -> Reading:
     problems = []
     tightest: GpuMemory | None = None
+    reading = GpuReading()
     if need.fraction is not None:
-        devices = _read(context, need.cpu_backend)
-        for memory in devices[: need.device_count or None]:
+        reading = _read(context, need.cpu_backend)
+        for memory in reading.gpus[: need.device_count or None]:
             missing = int(memory.total_bytes * need.fraction) + need.overhead_bytes - memory.free_bytes
             if missing > 0:
                 problems.append(_sentence(memory, need))
@@ -127,12 +124,16 @@ def measure(context: Context, need: Need) -> Reading:
     available = host.read_host(context.roots).available_bytes
     if available < need.host_bytes:
         problems.append(f"host memory: {gib(available)} of the {gib(need.host_bytes)} needed are available")
-    return Reading("; ".join(problems) or None, _numbers(tightest, need))
+    return Reading("; ".join(problems) or None, _numbers(tightest, need), reading.problem)
 
 
-def _read(context: Context, cpu_backend: bool) -> tuple[GpuMemory, ...]:
-    visible = program_environment(context.section).get("CUDA_VISIBLE_DEVICES")
-    return device.read_devices(cpu_backend=cpu_backend, cuda_visible_devices=visible)
+def _read(context: Context, cpu_backend: bool) -> GpuReading:
+    try:
+        command = launch.current_command(context)
+    except UserError:  # the section is being edited: what it said when it was last read
+        command = context.section.command
+    environment = effective_environment(context.section, command)
+    return device.read_devices(cpu_backend=cpu_backend, environment=environment, roots=context.roots)
 
 
 def _overhead_bytes(incident: Incident, numbers: Numbers) -> int:
@@ -160,12 +161,15 @@ def _sentence(memory: GpuMemory, need: Need) -> str:
     name = memory.name if memory.uuid.startswith("node") else f"GPU {memory.index}"
     text = f"{name}: {gib(memory.free_bytes)} free, {gib(needed)} needed"
     if memory.holders:
-        held = ", ".join(
-            f"pid {holder.pid} {holder.name} ({gib(holder.bytes) if holder.bytes else 'unknown size'}, {holder.owner})"
-            for holder in memory.holders
-        )
-        text += f"; held by {held}"
-    return text
+        text += f"; held by {', '.join(map(_holder, memory.holders))}"
+    return text if memory.holders_known else f"{text}; who holds it can't be seen from here"
+
+
+def _holder(holder: GpuHolder) -> str:
+    size = gib(holder.bytes) if holder.bytes else "unknown size"
+    if holder.elsewhere:
+        return f"pid {holder.pid} (not visible from here) ({size})"
+    return f"pid {holder.pid} {holder.name} ({size}, {holder.owner})"
 
 
 def _fraction(text: str | None, version: str | None) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from .context import Context, say
 from .journal import make_state_dir
 from .lock import is_running
-from .supervisord_conf import ProgramSection
+from .supervisord_conf import ProgramSection, is_false, is_true
 
 #: Within the state directory.
 DIRECTORY_NAME = "output"
@@ -24,8 +24,6 @@ CHANNELS = {"stdout": "out", "stderr": "err"}
 #: The longest wait for the end of a dead program's output. It comes within milliseconds, or its events were lost.
 SETTLE_LIMIT_SEC = 5.0
 
-_TRUE = ("true", "yes", "on", "1")
-_FALSE = ("false", "no", "off", "0")
 #: supervisor 4.3.0 datatypes.py, logfile_name: what isn't a path
 _NOT_A_FILE = ("none", "off", "syslog", "")
 _SETTLE_STEP_SEC = 0.01
@@ -41,10 +39,10 @@ def captured_channels(section: ProgramSection, *, shadow: bool) -> tuple[str, ..
     options = section.options
     found = []
     for channel in CHANNELS:
-        if channel == "stderr" and options.get("redirect_stderr", "").lower() in _TRUE:
+        if channel == "stderr" and is_true(options.get("redirect_stderr", "")):
             continue
-        asked = options.get(f"{channel}_events_enabled", "").lower()
-        wanted = asked in _TRUE if shadow else asked not in _FALSE
+        asked = options.get(f"{channel}_events_enabled", "")
+        wanted = is_true(asked) if shadow else not is_false(asked)
         if wanted and not is_log_file(options.get(f"{channel}_logfile", "AUTO")):
             found.append(channel)
     return tuple(found)

@@ -111,7 +111,8 @@ def wait_for_memory(context: Context, row: IncidentRow, plan: Plan) -> State | N
         reading = memory.measure(context, need)
         shortfall = reading.shortfall
         if neighbour and not shortfall and not reading.numbers:
-            shortfall = "the device's free memory can't be measured here"
+            why = f": {reading.problem}" if reading.problem else ""
+            shortfall = f"the device's free memory can't be measured here{why}"
         if not shortfall:
             break
         if time.monotonic() >= deadline:

@@ -13,16 +13,17 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-from . import control, diagnosis, health, launch, memory, output, preparation, watch
+from . import back_up, control, diagnosis, health, launch, memory, output, preparation, remembered, watch
 from .context import Context, Stopping, enter
 from .control import ControlError
 from .errors import UserError
 from .evidence import life, processes, vllm_log
 from .evidence.life import Life
-from .incident import from_json
-from .journal import State
+from .incident import Change, from_json
+from .journal import IncidentRow, State
 from .policy.learned import merge_learned
-from .target import health_target, listens
+from .policy.step_up import is_step_up
+from .target import health_target, listens, shape_of
 
 #: While a launch loads, its processes appear one after the other: look often. Later they change no more.
 LOADING_TICK_SEC = 0.5
@@ -44,8 +45,7 @@ def resume(context: Context) -> State:
     """From the journal and from what runs now to the state in which to go on. Each step can be taken again."""
     row = context.journal.program(context.name)
     noted = from_json(Life, row.life) if row.life else None
-    info = control.process_info(context.server, context.full_name)
-    running = processes.process_ref(info.pid) if info and info.pid else None
+    info, running = watch.process_now(context)
     context.log_marks = noted.log_marks if noted else ()
     if running and noted and processes.same(noted.leader, running):
         watch.watch(context, noted)
@@ -53,13 +53,13 @@ def resume(context: Context) -> State:
     context.leftovers = noted.tree if noted else ()
     if running:
         return _resume_running(context, row.state, running.start_time)
-    if noted and info and info.state in ("EXITED", "FATAL", "BACKOFF", "UNKNOWN"):
+    if noted and info and info.state in watch.DYING:
         context.life = noted
         output.settle(context, unseen=True)
         return enter(context, "DIAGNOSING", "it died while nobody listened", incident_id=row.incident_id)
     if row.state in ("WAITING", "STARTING", "HELD"):
         return row.state
-    if info and info.state in watch.DEAD and not watch.is_diagnosed(context, info.stop_time):
+    if info and info.state in watch.DYING and not watch.is_diagnosed(context, info.stop_time):
         output.settle(context, unseen=True)
         context.launch_id = _planned_launch(context, row.incident_id)
         context.life = watch.unseen_life(context, 0)
@@ -121,17 +121,26 @@ def waiting(context: Context) -> State:
     row, plan = preparation.current(context)
     if plan.action == "hold":
         return preparation.hold(context, row, plan.reason)
-    restored = memory.without_neighbours(context, row)
-    if restored:
-        plan = dataclasses.replace(
-            plan, changes=(*plan.changes, *restored), reason=f"{plan.reason}; {restored[0].flag}: {restored[0].why}"
-        )
+    given_back = _given_back(context, row)
+    if given_back:
+        words = "; ".join(f"{change.flag} {change.to or 'as you have it'}: {change.why}" for change in given_back)
+        plan = dataclasses.replace(plan, changes=(*plan.changes, *given_back), reason=f"{plan.reason}; {words}")
         context.journal.set_plan(row.id, row.verdict, plan)
     while event := watch.next_event(context, 0):  # a person may have been quicker
         state = watch.after_event(context, event)
         if state:
             return state
     return enter(context, "STARTING", plan.reason, incident_id=row.id)
+
+
+def _given_back(context: Context, row: IncidentRow) -> tuple[Change, ...]:
+    """What a restart that happens anyway gives back: the price of a neighbour that left, a step after a quiet time."""
+    if any(is_step_up(change) for change in row.plan.changes):
+        return ()  # noted already, by a listener that was killed on the way
+    restored = memory.without_neighbours(context, row)
+    due = back_up.changes_due(context, row, shape_of(context.section, launch.current_command(context)))
+    flags = {change.flag for change in restored}
+    return (*restored, *(change for change in due if change.flag not in flags))
 
 
 def starting(context: Context) -> State:
@@ -145,6 +154,7 @@ def starting(context: Context) -> State:
         context.launch_id = _planned_launch(context, row.id)
         if context.launch_id is None:
             context.launch_id = context.journal.add_launch(context.name, "supervisor-vllm", incident_id=row.id)
+        back_up.note(context, context.launch_id, plan.changes)
         learned = merge_learned(launch.learned_changes(context, base_command), plan.changes)
         context.journal.replace_learned(context.name, learned, incident_id=row.id)
     marks = life.mark_logs(watch.log_paths(context), context.log_marks)
@@ -268,6 +278,7 @@ def _verified(context: Context, result: health.Health, incident_id: int | None) 
         if context.life.launch_id is not None:
             context.journal.set_launch_healthy(context.life.launch_id, now)
         context.journal.set_served(context.name, served)
+        remembered.remember(context)
         if incident_id is not None:
             context.journal.close_incident(incident_id, "healthy", healthy_time=now)
         return enter(context, "HEALTHY", _healthy_reason(result, facts), incident_id=incident_id)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from . import chinese
 from .classify.pattern import Signature
+from .units import gib
 
 _COLOURS = {"HEALTHY": "green", "HELD": "red", "healthy": "green", "held": "red", "died again": "yellow"}
 
@@ -131,6 +132,46 @@ def signatures_markdown(signatures: Sequence[Signature]) -> str:
         cells = (row.name, row.kind, row.phase or "", row.versions, row.examples[0], ", ".join(row.numbers), row.source)
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+#: The parts of a device's memory, with what they are called, and their colour and cell in the bar.
+_PARTS = (
+    ("others", "taken by others", "grey50", "░"),
+    ("weights", "weights", "blue", "█"),
+    ("non_torch", "CUDA, NCCL", "magenta", "▓"),
+    ("activations", "activations", "yellow", "▒"),
+    ("graphs", "CUDA graphs", "cyan", "▚"),
+    ("kv_cache", "KV cache", "green", "▆"),
+    ("free", "free", "default", "·"),
+)
+_BAR_CELLS = 64
+
+
+def print_forecast(forecast: dict[str, Any]) -> None:
+    """`plan` for people: a bar of the device's memory, what fits, and what would be changed."""
+    console = _console()
+    memory = forecast["memory"]
+    title = "it fits" if forecast["fits"] else f"it does not fit: {forecast['problem']}"
+    console.print(Text(title, style="bold green" if forecast["fits"] else "bold red"))
+    bar, legend = Text(), []
+    for name, words, colour, cell in _PARTS:
+        bar.append(cell * round(_BAR_CELLS * memory[name] / memory["total"]), style=colour)
+        if memory[name]:
+            legend.append((f"{cell * 2} {words}", gib(memory[name])))
+    console.print(bar)
+    console.print(_pairs([*legend, ("   the device", gib(memory["total"]))]))
+    if forecast["kv_tokens"]:
+        console.print(
+            f"KV cache for {forecast['kv_tokens']:,} tokens: the longest request has "
+            f"{forecast['longest_max_model_len']:,}, {forecast['concurrency']:g} of the length asked for run at once"
+        )
+    plan = forecast["plan"]
+    if plan["action"] != "none":
+        console.print(Text(plan["action"], style="bold").append(f": {plan['reason']}", style="not bold"))
+    for change in plan["changes"]:
+        console.print(Text(f"  {change_text(change)}  ({change['why']})"))
+    if plan["changes"]:
+        console.print(Text(f"  next command: {plan['command']}"), soft_wrap=True)
 
 
 def print_findings(findings: list[tuple[str, str]]) -> None:

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+
+#: Where Debian's supervisord includes files from.
+DEFAULT_CONF_DIR = Path("/etc/supervisor/conf.d")
+#: The folder beside the settings that holds the user's own signatures.
+SIGNATURES_DIR = "signatures.d"
 
 #: Flags that `allow` may open: remedies that change results or speed.
 ALLOWABLE = ("kv_cache_dtype_fp8", "cpu_offload", "enforce_eager")
@@ -42,6 +48,7 @@ class Settings:
     allow: tuple[str, ...] = ()
     prefer: str = "concurrency"
     step_up_after_sec: float = 86400.0
+    step_up: str = "on-restart"
     mode: str = "act"
 
 
@@ -191,7 +198,8 @@ TABLE = tuple(
             _one_of("context", "concurrency"),
             "what to keep when something must shrink: the context length, or concurrency",
         ),
-        ("step_up_after_sec", _seconds, "quiet time after which a learned value may move back up"),
+        ("step_up_after_sec", _seconds, "quiet time after which a learned value moves half of the way back (0: never)"),
+        ("step_up", _one_of("on-restart", "never"), "when: at a restart that happens anyway, or never"),
         ("mode", _one_of("act", "shadow"), "shadow: decide and record, change nothing"),
     )
 )

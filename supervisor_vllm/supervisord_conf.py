@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from supervisor.datatypes import FALSY_STRINGS, TRUTHY_STRINGS
 from supervisor.options import UnhosedConfigParser, expand
 
 from .errors import UserError
@@ -127,11 +128,11 @@ def _include_globs(main_file: Path, sections: Mapping[str, Mapping[str, Option]]
     files = sections.get("include", {}).get("files")
     if files is None:
         return ()
-    text = _expanded(files.value, here=main_file.parent)
+    text = expanded(files.value, here=main_file.parent)
     return tuple(os.path.join(main_file.parent, pattern) for pattern in text.split())
 
 
-def _expanded(text: str, **more: object) -> str:
+def expanded(text: str, **more: object) -> str:
     """supervisord's expansions, as far as we know them: an unknown one leaves the text as it is."""
     values: dict[str, object] = {f"ENV_{key}": value for key, value in os.environ.items()}
     values |= {"host_node_name": platform.node(), **more}
@@ -182,7 +183,7 @@ def _process_names(conf: SupervisordConf, name: str, group: str, options: Mappin
     count, first = _whole_number(options.get("numprocs"), 1), _whole_number(options.get("numprocs_start"), 0)
     known: dict[str, object] = {"program_name": name, "group_name": group, "numprocs": count}
     numbers = range(first, first + count)
-    return [_expanded(pattern, process_num=number, **known) for number in numbers]
+    return [expanded(pattern, process_num=number, **known) for number in numbers]
 
 
 def _whole_number(text: str | None, default: int) -> int:
@@ -229,4 +230,13 @@ def _server_url(conf: SupervisordConf, name: str, section: Mapping[str, Option])
 
 
 def _value(conf: SupervisordConf, section: Mapping[str, Option], key: str) -> str | None:
-    return _expanded(section[key].value, here=conf.main_file.parent) if key in section else None
+    return expanded(section[key].value, here=conf.main_file.parent) if key in section else None
+
+
+def is_true(value: str) -> bool:
+    """Of an option that supervisord reads as a boolean; False for what isn't one, too."""
+    return value.lower() in TRUTHY_STRINGS
+
+
+def is_false(value: str) -> bool:
+    return value.lower() in FALSY_STRINGS

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+from string import Template
 
 from supervisor.datatypes import dict_of_key_value_pairs
 
+from .evidence.model_config import launched_shape
 from .health import Target
 from .policy.launch_command import parse_launch
+from .policy.model_shape import ModelShape
 from .settings import Settings
-from .supervisord_conf import ProgramSection
+from .supervisord_conf import ProgramSection, expanded
 
 
 def health_target(section: ProgramSection, command: str, settings: Settings) -> Target:
@@ -52,9 +55,35 @@ def listens(target: Target) -> bool:
     return True
 
 
+def effective_environment(section: ProgramSection, command: str) -> dict[str, str]:
+    """What the program finds around it: supervisord's own environment (ours too: we are its child), the section's, and
+    what the command sets. Expansions that aren't known here stay as they stand."""
+    environment = {**os.environ, **program_environment(section)}
+    launched = parse_launch(command)
+    for name, raw in launched.environment.items():
+        value = expanded(raw, **_known(section))
+        environment[name] = Template(value).safe_substitute(environment) if launched.shell else value
+    return environment
+
+
+def shape_of(section: ProgramSection, command: str) -> ModelShape | None:
+    """Of the model that the command launches, where it is on this machine."""
+    directory = section.options.get("directory") or "/"
+    return launched_shape(parse_launch(command), effective_environment(section, command), directory)
+
+
 def program_environment(section: ProgramSection) -> dict[str, str]:
-    """The section's own environment= (raw); empty where it can't be read."""
+    """The section's own environment=, expanded before it is split, as supervisord does; empty where it can't be
+    read."""
+    text = section.options.get("environment", "")
     try:
-        return dict(dict_of_key_value_pairs(section.options.get("environment", "")))
+        return dict(dict_of_key_value_pairs(expanded(text, **_known(section))))
     except ValueError:
         return {}
+
+
+def _known(section: ProgramSection) -> dict[str, object]:
+    """What supervisord puts in for the section's first process."""
+    first = section.options.get("numprocs_start", "").strip()
+    number = int(first) if first.isdigit() else 0
+    return {"program_name": section.name, "group_name": section.group_name, "process_num": number}

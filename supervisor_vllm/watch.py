@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from . import control, launch, output
+from . import control, output, user_file
 from .context import Context, Stopping, enter, say
 from .control import ControlError
 from .evidence import life, processes
@@ -18,6 +18,8 @@ from .journal import StartedBy, State
 AUTOSTART_WINDOW_SEC = 10.0
 #: supervisord's states of a program that has died.
 DEAD = ("EXITED", "FATAL")
+#: And of one that has died, too: too soon after its start (it becomes FATAL, or starts once more), or unknown to it.
+DYING = (*DEAD, "BACKOFF", "UNKNOWN")
 
 
 def wait(context: Context, timeout_sec: float | None) -> State | None:
@@ -141,7 +143,7 @@ def _removed(context: Context) -> State | None:
 
 def _tick(context: Context) -> State | None:
     observe(context)
-    gone = launch.follow_user_file(context)
+    gone = user_file.follow_user_file(context)
     if gone and context.journal.program(context.name).state != "WATCHING":
         return enter(context, "WATCHING", gone)
     return None
@@ -183,6 +185,20 @@ def who_started(context: Context, when: float, from_state: str | None = None) ->
     return "supervisord" if with_supervisord and from_state in (None, "STOPPED") else "person"
 
 
+def process_now(context: Context) -> tuple[control.ProcessInfo | None, ProcessRef | None]:
+    """supervisord's word of the program, and its process: None while there is none.
+
+    A word from between two of supervisord's turns is asked for again (each call makes it take a turn, measured): a
+    process that is gone by now, or BACKOFF, which startretries=0 turns into FATAL.
+    """
+    for _ in range(5):
+        info = control.process_info(context.server, context.full_name)
+        running = processes.process_ref(info.pid) if info and info.pid else None
+        if info is None or running or not (info.pid or info.state == "BACKOFF"):
+            break
+    return info, running
+
+
 def find_process(context: Context) -> None:
     """The process of a launch that is under way, as soon as it can be seen."""
     if context.life is not None or context.launch_id is None:
@@ -219,7 +235,7 @@ def observe(context: Context) -> None:
     """Add the processes that have appeared to the life's list."""
     if context.life is None:
         return
-    now = life.observe(context.life)
+    now = life.observe(context.life, context.roots)
     if now is not context.life:
         context.life = now
         keep(context)

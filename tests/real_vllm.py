@@ -1,12 +1,14 @@
 """A tiny real model for real vLLM. Run by the interpreter that has vLLM (it needs transformers and tokenizers):
 
-python tests/real_vllm.py DIRECTORY
+python tests/real_vllm.py DIRECTORY [CONFIG]        CONFIG: values of config.json that differ, as JSON
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 #: The CPU backend's attention knows head sizes such as 64 = hidden_size / num_attention_heads (vLLM 0.32).
 MAX_MODEL_LEN = 4096
@@ -25,7 +27,7 @@ _CHAT_TEMPLATE = (
 )
 
 
-def make_tiny_model(directory: Path) -> None:
+def make_tiny_model(directory: Path, different: dict[str, Any] | None = None) -> None:
     """A Qwen2 with random weights (about 2.7 MB), a byte-level BPE tokenizer and a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,21 +50,20 @@ def make_tiny_model(directory: Path) -> None:
     fast.chat_template = _CHAT_TEMPLATE
     fast.save_pretrained(directory)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(fast) + 8,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_MODEL_LEN,
-        bos_token_id=None,
-        eos_token_id=fast.eos_token_id,
-    )
+    shape = {
+        "vocab_size": len(fast) + 8,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_MODEL_LEN,
+    }
+    config = Qwen2Config(**{**shape, **(different or {})}, bos_token_id=None, eos_token_id=fast.eos_token_id)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit(f"usage: {sys.argv[0]} DIRECTORY")
-    make_tiny_model(Path(sys.argv[1]))
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit(f"usage: {sys.argv[0]} DIRECTORY [CONFIG]")
+    make_tiny_model(Path(sys.argv[1]), json.loads(sys.argv[2]) if len(sys.argv) == 3 else None)

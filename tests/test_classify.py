@@ -350,3 +350,55 @@ def test_a_message_counts_the_devices_that_the_program_sees() -> None:
     line = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity"
     verdict = classify(incident(line, exit_status=1, gpus=devices))
     assert [holder["pid"] for holder in verdict.numbers["holders"]] == [903]
+
+
+GLUED = "ERROR 05-01 12:00:00 [core.py:708] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def test_a_record_behind_a_progress_bar() -> None:
+    bar = "Capturing CUDA graphs:  99%|█████████▊| 66/67 [00:14<00:00,  4.39it/s]"
+    for pid in ("", "(Worker_TP1 pid=48) "):
+        assert classify(incident(f"{bar}{pid}{GLUED}", exit_status=1)).kind == "gpu_graph"
+
+
+def test_a_record_in_a_users_text_is_none() -> None:
+    received = (
+        f"INFO 05-01 12:00:00 [logger.py:39] Received request chat-1: prompt: 'why? 3/4 [00:08<00:02, 2.8it/s]{GLUED}"
+    )
+    assert classify(incident(received, exit_status=1)).kind == "unknown"
+    assert classify(incident(f"INFO 05-01 12:00:00 [a.py:3] why? {GLUED}", exit_status=1)).kind == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        (["nixl._bindings.nixlBackendError: NIXL_ERR_BACKEND"], "engine_crash"),
+        (["ERROR 05-01 12:00:00 engine.py:160] ValueError('Attempted to assign 1 = 1 tokens')"], "engine_crash"),
+        (["KeyError: 'model.layers.0.mlp.experts.w2_weight'"], "bad_model"),
+        (["KeyError: 'w2_weight'"], "engine_crash"),
+        # the other ranks' word for a rank that is gone
+        (
+            [
+                "ERROR 05-01 12:00:00 [multiproc_executor.py:135] Worker proc VllmWorker-1 died unexpectedly.",
+                "ncclRemoteError: A call failed possibly due to a network error.",
+            ],
+            "killed",
+        ),
+        # V0: the API server sees the death, the engine says why
+        (
+            [
+                "CRITICAL 05-01 12:00:00 launcher.py:99] MQLLMEngine is already dead, terminating server process",
+                "ERROR 05-01 12:00:00 engine.py:136] IndexError('list index out of range')",
+            ],
+            "engine_crash",
+        ),
+        (
+            ["E0118 22:42:45.737331   20084 client.cc:1889] RESOURCE_EXHAUSTED: Attempting to allocate 1.96G."],
+            "gpu_oom",
+        ),
+        (["RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem"], "engine_crash"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_how_others_write_an_error(lines: list[str], kind: str) -> None:
+    assert classify(incident(*lines, exit_status=1)).kind == kind

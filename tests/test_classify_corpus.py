@@ -1,74 +1,39 @@
 """Whole logs and shortened reports with their known truth: `explain` says the stated kind, and never cries OOM."""
 
-import json
 from pathlib import Path
 
 import pytest
+from cases import CORPUS, Case, load, verdict_of
 
 from supervisor_vllm.classify import classify
 from supervisor_vllm.explain import incident_from_log
-from supervisor_vllm.incident import Verdict
 from supervisor_vllm.kinds import KINDS
 
-CORPUS = Path(__file__).parent / "corpus"
-REAL = json.loads((CORPUS / "real" / "cases.json").read_text())
-PUBLIC = json.loads((CORPUS / "public" / "cases.json").read_text())
-OWN = json.loads((CORPUS / "own" / "cases.json").read_text())
+
+@pytest.mark.parametrize("case", load("real"), ids=lambda case: case.name)
+def test_real_log(case: Case, tmp_path: Path) -> None:
+    verdict = verdict_of(case, tmp_path)
+    assert verdict.kind in case.kinds
+    assert KINDS[verdict.kind].oom == case.oom
 
 
-def explain(tmp_path: Path, case: dict) -> Verdict:
-    log = tmp_path / "vllm.log"
-    log.write_text("".join(f"{line}\n" for line in case["log"]), newline="")
-    kernel = tmp_path / "kernel.log"
-    kernel.write_text("".join(f"{line}\n" for line in case.get("kernel") or ()))
-    incident = incident_from_log(
-        str(log),
-        command=case.get("command") or case.get("args") or "",
-        exit_status=case.get("exit_status"),
-        signal=case.get("signal"),
-        pids=tuple(case.get("pids", ())),
-        cgroup=case.get("cgroup"),
-        kernel_log=str(kernel) if case.get("kernel") else None,
-    )
-    return classify(incident)
+@pytest.mark.parametrize("case", load("public"), ids=lambda case: case.name)
+def test_public_report(case: Case, tmp_path: Path) -> None:
+    verdict = verdict_of(case, tmp_path)
+    assert verdict.kind in case.kinds
+    assert KINDS[verdict.kind].oom == case.oom
 
 
-@pytest.mark.parametrize("name", REAL)
-def test_real_log(name: str) -> None:
-    case = REAL[name]
-    kernel = CORPUS / "real" / f"{name}.kernel"
-    verdict = classify(
-        incident_from_log(
-            str(CORPUS / "real" / f"{name}.log"),
-            command=case["command"],
-            exit_status=case["exit_status"],
-            kernel_log=str(kernel) if kernel.exists() else None,
-        )
-    )
-    if case["kind"] is None:
-        assert not KINDS[verdict.kind].oom
-        assert verdict.kind in ("stopped", "unknown")
-    else:
-        assert verdict.kind == case["kind"]
-
-
-@pytest.mark.parametrize("case", PUBLIC, ids=lambda case: case["id"])
-def test_public_report(case: dict, tmp_path: Path) -> None:
-    verdict = explain(tmp_path, {**case, "exit_status": 1})
-    assert verdict.kind in case["kinds"]
-    assert KINDS[verdict.kind].oom == case["oom"]
-
-
-@pytest.mark.parametrize("case", OWN, ids=lambda case: case["id"])
-def test_own_case(case: dict, tmp_path: Path) -> None:
-    case = {"command": "vllm serve /m/q", **case}
-    verdict = explain(tmp_path, case)
-    assert verdict.kind == case["kind"]
-    if "phase" in case:
-        assert verdict.phase == case["phase"]
-    assert {name: verdict.numbers.get(name) for name in case.get("numbers", {})} == case.get("numbers", {})
-    if "holders" in case:
-        assert [[holder["pid"], holder["owner"]] for holder in verdict.numbers["holders"]] == case["holders"]
+@pytest.mark.parametrize("case", load("own"), ids=lambda case: case.name)
+def test_own_case(case: Case, tmp_path: Path) -> None:
+    verdict = verdict_of(case, tmp_path)
+    assert verdict.kind in case.kinds
+    if "phase" in case.row:
+        assert verdict.phase == case.phase
+    expected = case.row.get("numbers", {})
+    assert {name: verdict.numbers.get(name) for name in expected} == expected
+    if "holders" in case.row:
+        assert [[holder["pid"], holder["owner"]] for holder in verdict.numbers["holders"]] == case.row["holders"]
 
 
 def test_evidence_has_the_files_own_line_number(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from supervisor_vllm.kinds import KINDS
 
 @pytest.mark.parametrize("signature", SIGNATURES, ids=lambda signature: signature.name)
 def test_row(signature: Signature) -> None:
-    match = signature.match(signature.examples[0])
-    assert match
-    numbers_of(match)
-    assert not signature.search(signature.near_misses[0])
+    for text in signature.examples:
+        match = next(filter(None, map(signature.match, readings(text))), None)
+        assert match, text
+        numbers_of(match)
+    for text in signature.near_misses:
+        assert not any(signature.search(reading) for reading in (text, *readings(text))), text
     assert signature.kind == "by_phase" or signature.kind in KINDS
     assert signature.source
 

@@ -7,23 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cases import CORPUS, Case, load, verdict_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from supervisor_vllm.classify import classify
 from supervisor_vllm.evidence.vllm_log import read_file
 from supervisor_vllm.explain import incident_from_log
-from supervisor_vllm.incident import Verdict
 from supervisor_vllm.kinds import KINDS
 
-CORPUS = Path(__file__).parent / "corpus"
-OWN = json.loads((CORPUS / "own" / "cases.json").read_text())
-PUBLIC = json.loads((CORPUS / "public" / "cases.json").read_text())
 #: Their own log is one of a carrier's, or is about one.
 CASES = [
     case
-    for case in [*OWN, *PUBLIC]
-    if case["id"] != "trap-old-life" and not any(line.startswith(("{", "ver:3.0")) for line in case["log"])
+    for case in [*load("own"), *load("public")]
+    if case.name != "trap-old-life" and not any(line.startswith(("{", "ver:3.0")) for line in case.row["log"])
 ]
 STAMP = "2026-05-01T12:00:00.123456789Z"
 
@@ -126,35 +123,18 @@ CARRIERS: dict[str, Carrier] = {
 }
 
 
-def _verdict(path: Path, case: dict) -> Verdict:
-    kernel = path.with_name("kernel.log")
-    kernel.write_text("".join(f"{line}\n" for line in case.get("kernel") or ()))
-    return classify(
-        incident_from_log(
-            str(path),
-            command=case.get("command", "vllm serve /m/q"),
-            exit_status=case.get("exit_status", 1 if "kinds" in case else None),
-            signal=case.get("signal"),
-            pids=tuple(case.get("pids", ())),
-            cgroup=case.get("cgroup"),
-            kernel_log=str(kernel) if case.get("kernel") else None,
-        )
-    )
-
-
 @pytest.mark.parametrize("name", CARRIERS)
 def test_the_carrier_changes_nothing(name: str, tmp_path: Path) -> None:
     path = tmp_path / "vllm.log"
     different = []
     for case in CASES:
-        if name == "srun -l" and not all(
-            line.startswith(("(", "INFO 0", "ERROR 0", "WARNING 0")) for line in case["log"]
-        ):
+        lines = case.row["log"]
+        if name == "srun -l" and not all(line.startswith(OWN_BEGINNINGS) for line in lines):
             continue  # bare lines could be anybody's "0: text"
-        path.write_bytes(CARRIERS[name](case["log"]).encode("utf-8", "surrogateescape"))
-        kind = _verdict(path, case).kind
-        if kind not in case.get("kinds", [case.get("kind")]):
-            different.append((case["id"], kind))
+        path.write_bytes(CARRIERS[name](lines).encode("utf-8", "surrogateescape"))
+        kind = verdict_of(case, tmp_path, log=path).kind
+        if kind not in case.kinds:
+            different.append((case.name, kind))
     assert different == []
 
 
@@ -273,14 +253,13 @@ def test_the_end_of_an_earlier_life_stands_before_this_ones_beginning(tmp_path: 
 @given(data=st.data(), case=st.sampled_from(CASES))
 @settings(max_examples=60, deadline=None)
 def test_any_carrier_around_any_carrier(
-    data: st.DataObject, case: dict, tmp_path_factory: pytest.TempPathFactory
+    data: st.DataObject, case: Case, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Colours, times, containers and noise, one around the other: the verdict stays."""
     names = ["docker json-file", "docker compose", "journalctl", "journalctl -o json", "colours", "CRLF", "CRI"]
     inner, outer = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(names))
-    lines = CARRIERS[inner](case["log"]).split("\n")
+    lines = CARRIERS[inner](case.row["log"]).split("\n")
     path = tmp_path_factory.getbasetemp() / "carried.log"
     path.write_bytes(CARRIERS[outer]([line.rstrip("\r") for line in lines if line]).encode("utf-8", "surrogateescape"))
-    allowed = case.get("kinds", [case.get("kind")])
-    kind = _verdict(path, case).kind
-    assert KINDS[allowed[0]].oom or not KINDS[kind].oom  # whatever is around it never makes memory of it
+    kind = verdict_of(case, path.parent, log=path).kind
+    assert case.oom or not KINDS[kind].oom  # whatever is around it never makes memory of it

@@ -12,6 +12,7 @@ from supervisor_vllm.incident import Evidence, Plan, Verdict
 from supervisor_vllm.kinds import KINDS
 from supervisor_vllm.policy.flags import knows
 from supervisor_vllm.policy.launch_command import parse_launch
+from supervisor_vllm.policy.model_shape import ModelShape, model_shape
 from supervisor_vllm.policy.plan import Attempt, plan_next
 from supervisor_vllm.settings import Settings
 
@@ -117,13 +118,25 @@ def test_too_much_and_too_little_close_in() -> None:
 # -- properties --------------------------------------------------------------------------------------------------------
 
 BYTES = st.integers(1, 200 * GIB)
+
+
+def shape_of_7b() -> ModelShape:
+    config = {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+              "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064, "torch_dtype": "bfloat16",
+              "max_position_embeddings": 32768}  # fmt: skip
+    shape = model_shape(config)
+    assert shape
+    return shape
+
+
 NUMBERS = st.fixed_dictionaries(
     {},
     optional={
         "estimated_max_model_len": st.integers(1, 200_000), "kv_needed_bytes": BYTES, "kv_available_bytes": BYTES,
         "free_bytes": BYTES, "total_bytes": BYTES, "tried_bytes": BYTES, "utilization": st.floats(0.1, 1),
         "dummy_requests": st.integers(1, 1024), "mamba_blocks": st.integers(1, 500), "utilization_min": st.floats(0, 1),
-        "max_model_len": st.integers(1, 200_000),
+        "max_model_len": st.integers(1, 200_000), "weights_bytes": BYTES, "process_bytes": BYTES, "graph_bytes": BYTES,
+        "kv_tokens": st.integers(1, 10**7),
     },
 )  # fmt: skip
 COMMANDS = st.sampled_from(
@@ -150,15 +163,40 @@ VERSIONS = st.sampled_from([None, "0.6.0", "0.8.5", "0.10.1", "0.17.0", "0.32.0"
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.sampled_from(sorted(KINDS)), COMMANDS, NUMBERS, SETTINGS, VERSIONS, st.booleans())
+@given(
+    st.sampled_from(sorted(KINDS)),
+    COMMANDS,
+    NUMBERS,
+    SETTINGS,
+    VERSIONS,
+    st.booleans(),
+    st.sampled_from([None, shape_of_7b()]),
+    st.booleans(),
+)
 def test_no_plan_crosses_a_line_and_no_loop_is_endless(
-    kind: str, command: str, numbers: dict[str, Any], given: Settings, version: str | None, waited: bool
+    kind: str,
+    command: str,
+    numbers: dict[str, Any],
+    given: Settings,
+    version: str | None,
+    waited: bool,
+    shape: ModelShape | None,
+    cpu_backend: bool,
 ) -> None:
     verdict = Verdict(kind, "proven", "It died.", None, (), numbers)
     attempts: tuple[Attempt, ...] = ()
     seen = {command}
     for _ in range(30):
-        made = plan_next(verdict, command, given, attempts=attempts, waited=waited, vllm_version=version)
+        made = plan_next(
+            verdict,
+            command,
+            given,
+            attempts=attempts,
+            waited=waited,
+            vllm_version=version,
+            shape=shape,
+            cpu_backend=cpu_backend,
+        )
         assert "\n" not in made.reason
         check_lines(made, command, given, version)
         if not made.changes:
@@ -186,3 +224,77 @@ def check_lines(made: Plan, command: str, given: Settings, version: str | None) 
             assert int(change.to or 0) >= given.max_num_batched_tokens_min
         assert change.flag != "--enforce-eager" or "enforce_eager" in given.allow
         assert parse_launch(made.command).get(change.flag) == change.to
+
+
+KV_BYTES = "--kv-cache-memory-bytes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "flags", "prefer", "changed"),
+    [
+        # 8 GiB were asked for in one piece and 7 are free
+        (
+            "gpu_kv_alloc",
+            {"free_bytes": 7 * GIB, "total_bytes": 14 * GIB, "tried_bytes": 8 * GIB},
+            "",
+            "context",
+            "down",
+        ),
+        ("gpu_graph", {"free_bytes": GIB // 4, "total_bytes": 24 * GIB, "tried_bytes": GIB}, "", "context", "down"),
+        ("gpu_runtime", {"free_bytes": GIB // 4, "total_bytes": 24 * GIB, "tried_bytes": GIB}, "", "context", "down"),
+        (
+            "gpu_kv_small",
+            {
+                "free_bytes": 14 * GIB,
+                "total_bytes": 24 * GIB,
+                "kv_needed_bytes": 9 * GIB,
+                "kv_available_bytes": 8 * GIB,
+                "max_model_len": 32768,
+            },
+            "",
+            "context",
+            "up",
+        ),
+    ],
+)
+def test_a_given_size_of_the_kv_cache_is_what_moves(
+    kind: str, numbers: dict[str, Any], flags: str, prefer: str, changed: str
+) -> None:
+    """vLLM doesn't look at utilisation then."""
+    command = f"vllm serve M {KV_BYTES} {8 * GIB} {flags}".strip()
+    verdict = Verdict(kind, "proven", "It died.", None, (), numbers)
+    made = plan_next(verdict, command, Settings(prefer=prefer), vllm_version="0.32.0")
+    (change,) = made.changes
+    assert change.flag == KV_BYTES
+    assert (int(change.to or 0) < 8 * GIB) is (changed == "down")
+
+
+def test_a_neighbour_is_waited_for_even_where_nothing_fits_beside_it() -> None:
+    numbers = {"free_bytes": 13 * GIB, "total_bytes": 24 * GIB, "weights_bytes": 14 * GIB, "kv_available_bytes": -GIB}
+    verdict = Verdict("gpu_neighbour", "proven", "It died.", None, (), numbers)
+
+    def plan(waited: bool) -> Plan:
+        return plan_next(verdict, "vllm serve M", Settings(), waited=waited, vllm_version="0.32.0", shape=shape_of_7b())
+
+    assert plan(False).action == "wait"
+    assert plan(True).action == "hold"
+
+
+def test_weights_that_are_larger_than_the_device_are_held_with_the_arithmetic() -> None:
+    numbers = {"free_bytes": 7 * GIB, "total_bytes": 8 * GIB}
+    for kind in ("gpu_neighbour", "gpu_profile", "gpu_kv_none", "gpu_runtime"):
+        verdict = Verdict(kind, "proven", "It died.", None, (), numbers)
+        made = plan_next(verdict, "vllm serve M", Settings(), vllm_version="0.32.0", shape=shape_of_7b())
+        assert made.action == "hold"
+        assert "needs --tensor-parallel-size" in made.reason, kind
+
+
+def test_several_flags_at_once_where_one_would_not_do() -> None:
+    """0.98 of a device on which it doesn't fit, and a length that would not fit into what is left."""
+    numbers = {"free_bytes": 19 * GIB, "total_bytes": 24 * GIB}
+    verdict = Verdict("gpu_neighbour", "proven", "It died.", None, (), numbers)
+    command = "vllm serve M --gpu-memory-utilization 0.98 --max-model-len 131072"
+    made = plan_next(verdict, command, Settings(), waited=True, vllm_version="0.32.0", shape=shape_of_7b())
+    assert [change.flag for change in made.changes] == [UTIL, LEN]
+    assert 0.6 < float(made.changes[0].to or 0) < 19 / 24
+    assert 2048 < int(made.changes[1].to or 0) < 131072

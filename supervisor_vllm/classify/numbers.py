@@ -6,7 +6,9 @@ torch c10/cuda/CUDACachingAllocator.cpp: up to 2.0 "(GPU 0; Y total capacity; Z 
 
 from __future__ import annotations
 
-from ..incident import Incident, Numbers
+import dataclasses
+
+from ..incident import GpuHolder, GpuMemory, Incident, Numbers, Verdict
 from ..lazy import lazy
 from .pattern import numbers_of, pattern, size_bytes
 
@@ -40,16 +42,6 @@ def torch_numbers(text: str) -> Numbers:
     return found
 
 
-_RANK = lazy(r"(?:rank=|TP)(\d{1,4})")
-
-
-def rank_of(process: str) -> int | None:
-    """The tensor-parallel rank in a worker's prefix: `VllmWorker rank=1` (until 0.10.0), `VllmWorker TP1` (0.10.1),
-    `Worker_TP1`, `Worker_DP0_TP1_EP1`. None: a single worker, or not a worker."""
-    match = _RANK.search(process)
-    return int(match[1]) if match else None
-
-
 def torch_holders(text: str, incident: Incident, own_pids: frozenset[int]) -> list[dict[str, object]]:
     """Processes that torch's sentence names. A single one without "this process" is the process itself: in a
     container torch can't know its own pid on the host (pid namespaces, #31273)."""
@@ -70,16 +62,34 @@ def device_holders(incident: Incident, own_pids: frozenset[int], device: int | N
     """Processes that the driver names, on the device of the message or on all. A message counts the devices that the
     program sees (CUDA_VISIBLE_DEVICES), in its order: so are `incident.gpus`."""
     return [
-        {"pid": holder.pid, "bytes": holder.bytes, "name": holder.name, "owner": owner}
+        {
+            "pid": holder.pid,
+            "bytes": holder.bytes,
+            "name": holder.name,
+            "owner": _owner_of_holder(holder, incident, own_pids),
+            "elsewhere": holder.elsewhere,
+        }
         for place, gpu in enumerate(incident.gpus)
         if device is None or place == device or len(incident.gpus) == 1
         for holder in gpu.holders
-        for owner in (_owner_of_holder(holder.owner, holder.pid, incident, own_pids),)
     ]
 
 
-def _owner_of_holder(said: str, pid: int, incident: Incident, own_pids: frozenset[int]) -> str:
-    return said if said != "neighbour" else owner_of(pid, incident, own_pids)
+def _owner_of_holder(holder: GpuHolder, incident: Incident, own_pids: frozenset[int]) -> str:
+    if holder.elsewhere:  # a pid of ours that is the same is another process
+        return "neighbour"
+    return holder.owner if holder.owner != "neighbour" else owner_of(holder.pid, incident, own_pids)
+
+
+def unique_holders(by_torch: list[dict[str, object]], by_driver: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Once each; the driver's word (it knows the name) over torch's, which only knows better what it is itself."""
+    itself = {holder["pid"] for holder in by_torch if holder["owner"] == "own"}
+    found: dict[object, dict[str, object]] = {holder["pid"]: holder for holder in by_torch}
+    for number, holder in enumerate(by_driver):
+        if holder["elsewhere"] and holder["pid"] in itself:
+            holder = {**holder, "owner": "own"}
+        found[holder["pid"] or f"unnamed {number}"] = holder
+    return list(found.values())
 
 
 def owner_of(pid: int, incident: Incident, own_pids: frozenset[int]) -> str:
@@ -90,3 +100,19 @@ def owner_of(pid: int, incident: Incident, own_pids: frozenset[int]) -> str:
 
 def neighbour_bytes(holders: list[dict[str, object]]) -> int:
     return sum(size for holder in holders if holder["owner"] != "own" and isinstance(size := holder["bytes"], int))
+
+
+def with_device_numbers(verdict: Verdict, incident: Incident) -> Verdict:
+    """The verdict with total and free memory of its device, or of the tightest, where its own evidence has none. What
+    the dead server and its orphans hold counts as free: they are ended before the next launch."""
+    if not incident.gpus or "total_bytes" in verdict.numbers or not verdict.kind.startswith("gpu_"):
+        return verdict
+
+    def free_bytes(memory: GpuMemory) -> int:
+        return memory.free_bytes + sum(holder.bytes or 0 for holder in memory.holders if holder.owner != "neighbour")
+
+    place = verdict.numbers.get("device", len(incident.gpus))
+    failed = incident.gpus[place : place + 1]
+    tightest = min(failed or incident.gpus, key=free_bytes)
+    numbers = {"total_bytes": tightest.total_bytes, "free_bytes": free_bytes(tightest), **verdict.numbers}
+    return dataclasses.replace(verdict, numbers=numbers)

@@ -45,7 +45,7 @@ _PROOFS: tuple[tuple[str, re.Pattern[str]], ...] = (
         lazy(
             r"(?:Model loading took|Loading model weights took|Encoder cache will be initialized"
             r"|Dynamo bytecode transform time|torch\.compile takes|Start loading torch\.compile"
-            r"|Profiling CUDA graph memory)"
+            r"|Profiling CUDA graph memory|Starting profile run for |The sequence length used for profiling \()"
         ),
     ),
     (

@@ -13,9 +13,10 @@ from .pattern import Signature
 from .phase import KIND_BY_PHASE, executes, later, phase_of_frames, proven_phase, runs_forward
 from .signatures import SIGNATURES
 from .wording import (
-    death_signal,
+    death_code,
     exception_head,
     frame,
+    is_core_signal,
     is_death,
     is_echo,
     is_fatal,
@@ -43,7 +44,8 @@ _ANSWER = lazy(r'\S{1,80} - "POST /\S{1,200} HTTP/[\d.]{1,4}" 200\b')
 _GENERATING = lazy(
     r"(?:Engine \d{1,4}: )?Avg prompt throughput: [\d.]{1,12} tokens/s, Avg generation throughput: (?!0\.0 )"
 )
-_RETRYING = lazy(r"retrying \d{1,3} of \d{1,3}|[Rr]etrying in \d")
+#: vLLM says it as an error and goes on (transformers_utils/config.py: the list of files is only looked for).
+_GOES_ON = lazy(r"retrying \d{1,3} of \d{1,3}|[Rr]etrying in \d|Error retrieving (?:safetensors|file list)\b")
 _SHM_FRAME = lazy(r"shared_memory|shm_broadcast|/dev/shm|SharedMemory|shm_open|reductions\.py")
 _PINNED_FRAME = lazy(r"pin_memory|allocate_cpu_cache|cudaHostAlloc")
 _LOADING_FRAME = lazy(
@@ -81,6 +83,7 @@ class Marker:
     index: int
     line: LogLine
     signal: int | None = None
+    exit_status: int | None = None
 
 
 @dataclass
@@ -100,6 +103,7 @@ class Scan:
     last_phase: str | None = None
     cut_frames: tuple[LogLine, str] | None = None
     bare_killed: LogLine | None = None
+    core_signal: LogLine | None = None
     server: bool = False
     eager: bool = False
     served: bool = False
@@ -182,6 +186,8 @@ def _note_markers(result: Scan, index: int, record: Record) -> None:
             result.stops.append(Marker(index, record.line))
         elif is_soft_stop(body):
             result.soft_stops.append(Marker(index, record.line))
+        elif is_core_signal(body):
+            result.core_signal = record.line
     if record.level == "INFO":
         return
     result.served = result.served or proves_serving(body)
@@ -190,9 +196,9 @@ def _note_markers(result: Scan, index: int, record: Record) -> None:
         result.fatals.append(Marker(index, record.line))
     for text in readings(body):
         if is_death(text):
-            signal = death_signal(text)
+            signal, status = death_code(text)
             if signal != 15:  # vLLM's own cleaning up
-                result.deaths.append(Marker(index, record.line, signal))
+                result.deaths.append(Marker(index, record.line, signal, status))
             break
     if record.level is None and is_shell_kill(body):
         result.bare_killed = record.line
@@ -204,7 +210,7 @@ def _note_error(
     body = record.body
     if record.level in ("ERROR", "CRITICAL"):
         result.any_error = True
-    if _RETRYING.search(body):
+    if _GOES_ON.search(body):
         return
     texts = tuple(readings(body))
     found = _match_exact(texts, causes) or _match_inside(record, texts, causes)

@@ -36,10 +36,20 @@ def _allocation(numbers: Numbers) -> str:
 
 def _device(kind: str, numbers: Numbers) -> str:
     means = KINDS[kind].means
-    places = [f"{name} {numbers[name]}" for name in ("device", "rank") if name in numbers]
-    where = f" ({', '.join(places)})" if places else ""
     allocation = _allocation(numbers)
-    return f"{_sentence(means)}{where}{': ' + allocation if allocation else ''}."
+    return f"{_sentence(means)}{_where(numbers)}{': ' + allocation if allocation else ''}."
+
+
+def _where(numbers: Numbers) -> str:
+    """The device as the driver numbers it, where that is known: people look there. ` (device 1, rank 1)` otherwise."""
+    index, device = numbers.get("gpu_index"), numbers.get("device")
+    places = [numbers["gpu_uuid"]] if "gpu_uuid" in numbers else []
+    if device is not None and device != index:
+        places.append(f"device {device}" + (" of those it sees" if index is not None else ""))
+    if "rank" in numbers:
+        places.append(f"rank {numbers['rank']}")
+    said = f" ({', '.join(places)})" if places else ""
+    return said if index is None else f" on GPU {index}{said}"
 
 
 def _kv_small(numbers: Numbers, detail: str) -> str:
@@ -69,7 +79,7 @@ def _neighbour(numbers: Numbers, detail: str) -> str:
     if "free_bytes" not in numbers or "requested_bytes" not in numbers:
         return _device("gpu_neighbour", numbers) + _holders(numbers)
     return (
-        f"{gib(numbers['free_bytes'])} of {gib(numbers['total_bytes'])} were free at the start, "
+        f"{gib(numbers['free_bytes'])} of {gib(numbers['total_bytes'])} were free at the start{_where(numbers)}, "
         f"{gib(numbers['requested_bytes'])} were wanted (utilisation {numbers['utilization']:g})." + _holders(numbers)
     )
 
@@ -81,6 +91,7 @@ def _holders(numbers: Numbers) -> str:
     named = ", ".join(
         f"{'own leftover ' if holder['owner'] == 'orphan' else ''}pid {holder['pid']}"
         + (f" ({holder['name']})" if holder["name"] else "")
+        + (" (not visible from here)" if holder.get("elsewhere") else "")
         + (f" with {gib(holder['bytes'])}" if isinstance(holder["bytes"], int) else "")
         for holder in others[:4]
     )

@@ -6,6 +6,7 @@ cause in the log; a memory cgroup's counter; a requested shutdown; signals and e
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,8 +18,9 @@ from ..incident import Confidence, Evidence, Incident, LogLine, Numbers, Verdict
 from ..lazy import lazy
 from . import scan as scanning
 from .host_kill import KillProof, kill_proof
-from .numbers import device_holders, neighbour_bytes, rank_of, torch_holders, torch_numbers
+from .numbers import device_holders, neighbour_bytes, torch_holders, torch_numbers, unique_holders
 from .pattern import Signature, numbers_of
+from .place import device_numbers
 from .process_end import EndSignal, end_signal, kind_of_signal, looks_like_server
 from .scan import Finding, Scan, memory_kind, memory_phase
 from .signatures import SIGNATURES
@@ -26,6 +28,8 @@ from .summary import summary_of
 
 _EVIDENCE_CHARS = 2000
 _DEVICE_WORDS = lazy(r"CUDA|NCCL|NVML|cuda")
+#: A worker's process as the executor names it, with its rank.
+_WORKER = lazy(r"Worker proc VllmWorker-(\d{1,4}) died")
 _XID_PID = lazy(r"\bpid='?(\d{1,10})\b")
 #: In these a neighbour's memory is what is missing; later phases are sized by what was free at the start.
 _STARTUP_PHASES = frozenset({None, "startup", "weights", "profile"})
@@ -52,7 +56,6 @@ def classify(incident: Incident, signatures: tuple[Signature, ...] = SIGNATURES)
         lambda: _stop_requested(incident, found),
         lambda: _kernel_kill(proof),
         lambda: _root_cause(incident, found, own_pids, proof),
-        lambda: _counted_kill(incident, proof, found, end, own_pids),
         lambda: _shut_down(incident, found, end),
         lambda: _killed_child(found),
         lambda: _silent_end(found, end),
@@ -65,8 +68,11 @@ def classify(incident: Incident, signatures: tuple[Signature, ...] = SIGNATURES)
     )
     for step in steps:
         if verdict := step():
-            return _complete(_with_device_fault(verdict, incident, own_pids), found, measured)
-    return _complete(_unknown(incident, found), found, measured)
+            break
+    else:
+        verdict = _unknown(incident, found)
+    verdict = _for_memory(verdict, incident, proof, found, end) or _with_device_fault(verdict, incident, own_pids)
+    return _complete(verdict, found, measured)
 
 
 def _with_device_fault(verdict: Verdict, incident: Incident, own_pids: frozenset[int]) -> Verdict:
@@ -118,24 +124,32 @@ def _stop_requested(incident: Incident, found: Scan) -> Verdict | None:
 
 
 def _kernel_kill(proof: KillProof | None) -> Verdict | None:
-    if proof is None or not (proof.certain and proof.named):
+    if proof is None or proof.strength != "victim":
         return None
     return Verdict("host_oom_kill", "proven", proof.process, evidence=proof.evidence, numbers=proof.numbers)
 
 
-def _counted_kill(
-    incident: Incident, proof: KillProof | None, found: Scan, end: EndSignal | None, own_pids: frozenset[int]
+def _for_memory(
+    verdict: Verdict, incident: Incident, proof: KillProof | None, found: Scan, end: EndSignal | None
 ) -> Verdict | None:
-    """The cgroup's counter, or a kernel record where no pid is known: only beside an end that fits."""
-    if proof is None:
+    """A kill in its cgroup, or of its name, beside an end of which nothing else says why: a process that vanished."""
+    if proof is None or (end and end.number != signal.SIGKILL) or not _unexplained(verdict, incident, found):
         return None
-    deaths = tuple(log_evidence(marker.line) for marker in found.deaths[:1])
-    if proof.certain:
-        return Verdict("host_oom_kill", "proven", "", evidence=(*proof.evidence, *deaths), numbers=proof.numbers)
-    ended_badly = bool(found.deaths or found.fatals or end or _ends_badly(incident))
-    if not ended_badly or own_pids:
-        return None
-    return Verdict("host_oom_kill", "likely", proof.process, evidence=(*proof.evidence, *deaths), numbers=proof.numbers)
+    confidence: Confidence = "proven" if verdict.kind == "killed" and proof.strength == "cgroup" else "likely"
+    evidence = (*proof.evidence, *verdict.evidence)
+    return Verdict(
+        "host_oom_kill", confidence, proof.process, verdict.phase, evidence, {**verdict.numbers, **proof.numbers}
+    )
+
+
+def _unexplained(verdict: Verdict, incident: Incident, found: Scan) -> bool:
+    if verdict.kind == "unknown":
+        nobody_saw_it = incident.dead is True and incident.exit_status is None
+        return bool(found.fatals) or _ends_badly(incident) or nobody_saw_it
+    if verdict.kind == "engine_crash":  # a broken pipe is the other end's death
+        exceptions = [finding for finding in found.exceptions if not scanning.survived(found, finding)]
+        return bool(exceptions) and all(finding.echo for finding in exceptions)
+    return verdict.kind == "killed"
 
 
 def _root_cause(incident: Incident, found: Scan, own_pids: frozenset[int], proof: KillProof | None) -> Verdict | None:
@@ -210,8 +224,7 @@ def _device_memory(incident: Incident, found: Scan, finding: Finding, own_pids: 
     numbers = torch_numbers(text)
     if finding.match:
         numbers = {**numbers_of(finding.match), **numbers}
-    if (rank := rank_of(finding.record.process)) is not None:
-        numbers["rank"] = rank
+    numbers |= device_numbers(finding.record.process, numbers.get("device"), incident)
     evidence = [log_evidence(finding.record.line)]
     phase = memory_phase(found, finding)
     kind = memory_kind(phase)
@@ -225,9 +238,8 @@ def _device_memory(incident: Incident, found: Scan, finding: Finding, own_pids: 
         kind, confidence = "host_alloc", "likely"
     elif phase and phase != "runtime" and finding.phase in (None, "startup"):
         confidence = "likely"  # from frames alone: the log's start is missing
-    holders = torch_holders(text, incident, own_pids) + device_holders(incident, own_pids, numbers.get("device"))
-    if holders:
-        numbers["holders"] = _unique(holders)
+    if holders := _holders(text, incident, own_pids, numbers):
+        numbers["holders"] = holders
         if _neighbour_took_it(kind, phase, numbers):
             kind, confidence = "gpu_neighbour", "likely"
     return Verdict(kind, confidence, "", phase, tuple(evidence), numbers)
@@ -242,9 +254,9 @@ def _neighbour_took_it(kind: str, phase: str | None, numbers: Numbers) -> bool:
     return own is not None and others > max(own, numbers.get("tried_bytes", 0))
 
 
-def _unique(holders: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Once each; the driver's word (it knows the name) over torch's."""
-    return list({holder["pid"]: holder for holder in holders}.values())
+def _holders(text: str, incident: Incident, own_pids: frozenset[int], numbers: Numbers) -> list[dict[str, object]]:
+    by_torch = torch_holders(text, incident, own_pids)
+    return unique_holders(by_torch, device_holders(incident, own_pids, numbers.get("device")))
 
 
 def _by_signature(
@@ -263,10 +275,9 @@ def _by_signature(
         kind, confidence = "host_oom_kill", "likely"
         evidence.append(killed)
     if kind in ("gpu_neighbour", "gpu_unstable") or signature.name == "load_fail":
-        holders = torch_holders(finding.record.body, incident, own_pids)
-        holders += device_holders(incident, own_pids, numbers.get("device"))
-        if holders:
-            numbers["holders"] = _unique(holders)
+        numbers |= device_numbers(finding.record.process, numbers.get("device"), incident)
+        if holders := _holders(finding.record.body, incident, own_pids, numbers):
+            numbers["holders"] = holders
     return Verdict(kind, confidence, _short(finding.record), signature.phase or finding.phase, tuple(evidence), numbers)
 
 
@@ -303,8 +314,15 @@ def _killed_child(found: Scan) -> Verdict | None:
     if not found.deaths or _has_exception(found, before=found.deaths[0].index):
         return None
     marker = next((death for death in found.deaths if death.signal), found.deaths[0])
+    evidence = (log_evidence(marker.line),)
+    if marker.signal is None and marker.exit_status:  # no signal: nobody killed it
+        words = f"a process of it ended by itself with exit status {marker.exit_status}"
+        return Verdict("engine_crash", "likely", words, evidence=evidence)
     kind = kind_of_signal(marker.signal) if marker.signal else "killed"
-    return Verdict(kind, "likely", "a process of it died", evidence=(log_evidence(marker.line),))
+    detail, numbers = "a process of it died", {}
+    if worker := _WORKER.search(marker.line.text):
+        detail, numbers = f"its worker of rank {worker[1]} died", {"rank": int(worker[1])}
+    return Verdict(kind, "likely", detail, evidence=evidence, numbers=numbers)
 
 
 def _silent_end(found: Scan, end: EndSignal | None) -> Verdict | None:
@@ -404,6 +422,9 @@ def _end_of_engine(incident: Incident, found: Scan) -> Verdict | None:
     if not found.fatals:
         return None
     evidence = (log_evidence(found.fatals[0].line), *_exit_evidence(incident, None))
+    if found.core_signal:
+        evidence = (log_evidence(found.core_signal), *evidence)
+        return Verdict("killed", "likely", "EngineCore alone got a signal", evidence=evidence)
     if incident.exit_status == 0:
         return Verdict("killed", "likely", "the engine died", evidence=evidence)
     return Verdict("unknown", "unknown", "the engine died and the log doesn't say why", evidence=evidence)

@@ -14,6 +14,11 @@ from ..lazy import lazy
 _INDENTED_ERRORS = ("what():", "Value error, ", "| ", "Reason:", "reason:")
 
 _EXCEPTION_HEAD = lazy(r"[A-Za-z_][\w.]{0,120}(?:\([\w.]{0,80}\))?")
+# Classes of C libraries' bindings begin in lower case (nixlBackendError, ncclSystemError).
+_BINDINGS_CLASS = lazy(r"[a-z]{2,12}[A-Z]\w{0,80}")
+# repr() of an exception (V0's engine.py), and V0's word for what a worker raised.
+_REPR = lazy(r"([A-Z]\w{2,60}(?:Error|Exception))\((['\"])(.{1,4000})\2,?\)")
+_WORKER_RAISED = lazy(r"Exception in worker \w{1,60} while processing method \w{1,80}: ")
 _EXCEPTION_WORDS = ("Error", "Exception", "Interrupt", "Exit", "Timeout", "OutOfResources", "Failure", "NotFound")
 
 # What stands in front of the real message, in the same line.
@@ -82,6 +87,9 @@ _ECHO_CLASSES = frozenset(
         "ServerDisconnectedError",
         "WouldBlock",
         "ZMQError",
+        "ncclInternalError",
+        "ncclRemoteError",
+        "ncclSystemError",
     }
 )
 _ECHO = lazy(
@@ -92,11 +100,11 @@ _ECHO = lazy(
 # A process of the tree is gone (as V0, V1 and Ray say it), with its exit code where one stands.
 _DEATH = lazy(
     r"(?:.{0,160}\bdied unexpectedly|\[shutdown\] MPClient: engine core exited unexpectedly"
-    r"|Worker \S{1,80} pid \d{1,10} died|.{0,80}\bdied with exit code|MQLLMEngine is already dead"
+    r"|Worker \S{1,80} pid \d{1,10} died|.{0,80}\bdied with exit code"
     r"|.{0,200}Failed core proc\(s\): \{[^{}]{0,200}-\d|.{0,120}The actor is dead because its worker process has died"
     r"|Process \S{1,80} \(PID: \d{1,10}\) died)"
 )
-_DEATH_CODE = lazy(r"(?:exit ?code:? |'[\w-]{1,40}': )(-\d{1,2})\b")
+_DEATH_CODE = lazy(r"(?:exit ?code:? |'[\w-]{1,40}': )(-?)(\d{1,3})\b")
 
 # The engine itself says that it is finished: what stands at it is no mere failed request.
 _FATAL = lazy(
@@ -104,7 +112,7 @@ _FATAL = lazy(
     r"|WorkerProc (?:hit an exception|failed to start)|AsyncLLM output_handler failed|Engine background task failed"
     r"|Got fatal signal from worker|Engine core initialization failed|Engine process failed to start"
     r"|Engine loop is not running|Background loop has errored|Exception in worker \w{1,60} while processing"
-    r"|Error executing method )"
+    r"|Error executing method |MQLLMEngine is already dead)"
 )
 
 _START_FAILURE = lazy(
@@ -141,13 +149,17 @@ _FRAME = lazy(r'\s{0,12}(?:File "?)?([^\s"]{1,300}\.(?:pyx?|cuh?|cpp))(?:", line
 
 def exception_head(text: str) -> tuple[str, str] | None:
     """(class without its module, message) where the text begins as an exception does."""
+    if match := _REPR.fullmatch(text):
+        return match[1], match[3]
+    if match := _WORKER_RAISED.match(text):
+        return "WorkerException", text[match.end() :].strip()
     head, colon, message = text.partition(": ")
     if not colon:
         head = text.rstrip(":").rstrip()
     if len(head) > 220 or not _EXCEPTION_HEAD.fullmatch(head):
         return None
     name = head.partition("(")[0].rpartition(".")[2]
-    if not name[:1].isupper() or not name.endswith(_EXCEPTION_WORDS):
+    if not (name[:1].isupper() or _BINDINGS_CLASS.fullmatch(name)) or not name.endswith(_EXCEPTION_WORDS):
         return None
     return name, message.strip()
 
@@ -183,10 +195,15 @@ def is_death(body: str) -> bool:
     return bool(_DEATH.match(body))
 
 
-def death_signal(body: str) -> int | None:
-    """The signal that ended a child, where vLLM prints its exit code."""
+def death_code(body: str) -> tuple[int | None, int | None]:
+    """(signal, exit status) that ended a child, where vLLM prints Python's exit code: -9 is a signal, 1 is none."""
     match = _DEATH_CODE.search(body)
-    return -int(match[1]) if match else None
+    if match is None:
+        return None, None
+    code = int(match[2])
+    if match[1]:
+        return code, None
+    return (code - 128, None) if 128 < code < 160 else (None, code)
 
 
 def is_start_failure(body: str) -> bool:
@@ -215,6 +232,12 @@ def is_shell_kill(body: str) -> bool:
 
 def is_stop(body: str) -> bool:
     return bool(_STOP.match(body))
+
+
+def is_core_signal(body: str) -> bool:
+    """EngineCore got a signal. With the API server's own word before it, it's a shutdown; alone, somebody sent it to
+    that process only (0.27 on, measured; #50067)."""
+    return body.startswith("[shutdown] EngineCore: trigger received signal=")
 
 
 def is_soft_stop(body: str) -> bool:

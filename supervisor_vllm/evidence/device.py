@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..incident import GpuHolder, GpuMemory, LogLine, ProcessRef
-from .gpu import read_gpus_in_child, visible_gpus
+from .gpu import GpuReading, read_gpus_in_child, seen_by_program
+from .roots import ROOTS, Roots
 
 #: Words that only the CPU backend logs (vLLM 0.20 to 0.33, v1/worker/cpu_worker.py, cpu_model_runner.py).
 _CPU_BACKEND_WORDS = ("cpu_worker.py", "cpu_model_runner.py", "CPU KV cache size", "Available memory on node ")
@@ -19,13 +21,13 @@ def on_cpu_backend(log: tuple[LogLine, ...]) -> bool:
 
 
 def read_devices(
-    *, cpu_backend: bool, cuda_visible_devices: str | None, timeout_sec: float = 10.0
-) -> tuple[GpuMemory, ...]:
-    """The program's devices; empty where nothing can be measured. A memory node has no holders: everybody uses it."""
+    *, cpu_backend: bool, environment: Mapping[str, str], timeout_sec: float = 10.0, roots: Roots = ROOTS
+) -> GpuReading:
+    """The devices of a program with this environment, in its order; none, and why, where nothing can be measured. A
+    memory node has no holders: everybody uses it."""
     if cpu_backend:
-        return read_memory_nodes()
-    reading = read_gpus_in_child(timeout_sec)
-    return visible_gpus(reading.gpus, cuda_visible_devices)
+        return GpuReading(read_memory_nodes())
+    return seen_by_program(read_gpus_in_child(timeout_sec, roots), environment)
 
 
 def read_memory_nodes(nodes: Path = _NODES) -> tuple[GpuMemory, ...]:
@@ -53,10 +55,13 @@ def _meminfo(path: Path) -> dict[str, int]:
 def name_holders(
     gpus: tuple[GpuMemory, ...], *, own: tuple[ProcessRef, ...], orphans: tuple[ProcessRef, ...]
 ) -> tuple[GpuMemory, ...]:
-    """Say of each holder whose it is: own (of the life), orphan (of a dead one), or a neighbour's."""
+    """Say of each holder whose it is: own (of the life), orphan (of a dead one), or a neighbour's. A pid of another
+    namespace says nothing of ours."""
     own_pids, orphan_pids = {ref.pid for ref in own}, {ref.pid for ref in orphans}
 
     def owned(holder: GpuHolder) -> GpuHolder:
+        if holder.elsewhere:
+            return dataclasses.replace(holder, owner="neighbour")
         if holder.pid in orphan_pids:
             return dataclasses.replace(holder, owner="orphan")
         return dataclasses.replace(holder, owner="own" if holder.pid in own_pids else "neighbour")

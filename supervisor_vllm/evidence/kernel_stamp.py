@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ..lazy import lazy
+from .transport import message_text
 
 _MAX_LINE_CHARS = 8192
 _MAX_JSON_CHARS = 2**16
@@ -189,16 +190,18 @@ def _host(found: Stamped) -> Stamped:
 
 #: Beginnings of the kernel's own messages that look like `tag: ` or `host tag: `.
 _KERNEL_OWN = (
-    *(
-        "Out of memory",
-        "Memory cgroup",
-        "No available memory",
-        "oom-kill:",
-        "oom_reaper:",
-        "Killed process",
-        "oomd kill:",
-    ),
-    *("Killed process", "NVRM:", "amdgpu", "Memory failure", "MCE", "mce:"),
+    "Out of memory",
+    "Memory cgroup",
+    "No available memory",
+    "oom-kill:",
+    "oom_reaper:",
+    "Killed process",
+    "oomd kill:",
+    "NVRM:",
+    "amdgpu",
+    "Memory failure",
+    "MCE",
+    "mce:",
 )
 
 
@@ -263,7 +266,7 @@ def _of_json(line: str) -> Stamped | None:
         return None
     if not isinstance(record, dict):
         return None
-    message = _message(record.get("MESSAGE", record.get("log", record.get("msg"))))
+    message = message_text(record.get("MESSAGE", record.get("log", record.get("msg"))))
     if message is None:
         return None
     tag = record.get("SYSLOG_IDENTIFIER") or record.get("_COMM") or record.get("_TRANSPORT") or ""
@@ -276,15 +279,6 @@ def _of_json(line: str) -> Stamped | None:
     )
     inner = _take_off(replace(found, tag="")) if found.tag == "" else _take_off(found)
     return replace(inner, wall=found.wall or inner.wall, tag=found.tag or inner.tag)
-
-
-def _message(value: object) -> str | None:
-    """journald writes a message that is no valid UTF-8 as an array of bytes."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(byte, int) and 0 <= byte <= 255 for byte in value):
-        return bytes(value).decode("utf-8", errors="replace")
-    return None
 
 
 def _number(value: object, unit: float) -> float | None:

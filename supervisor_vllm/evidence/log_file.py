@@ -146,7 +146,7 @@ def _tail(segments: list[Segment], total: int, is_life_start: Callable[[bytes], 
             return _joined(steps), True
         if len(steps) > 1 and not _is_trouble(data):
             break
-    return _joined(steps), end == 0 and not rest
+    return _joined(steps), end == 0
 
 
 def _joined(steps: list[_Lines]) -> _Lines:
@@ -182,12 +182,11 @@ def _placed(segments: list[Segment], lines: _Lines, kept: list[int]) -> list[Raw
     begin = 0
     for segment in segments:
         end = begin + segment.length
-        low = bisect_left(lines, (begin, b""))
-        number = None
-        for index in kept[bisect_left(kept, low) : bisect_left(kept, bisect_left(lines, (end, b"")))]:
+        low, high = bisect_left(lines, (begin, b"")), bisect_left(lines, (end, b""))
+        own_kept = kept[bisect_left(kept, low) : bisect_left(kept, high)]
+        number = _line_number(segment, lines[low][0] - begin) if own_kept else None
+        for index in own_kept:
             offset, data = lines[index]
-            if number is None:
-                number = _line_number(segment, lines[low][0] - begin)
             own = None if number is None else number + index - low
             placed.append(RawLine(data, segment.start + offset - begin, own, segment.name))
         begin = end

@@ -8,6 +8,7 @@ import time
 import psutil
 
 from ..incident import ProcessRef
+from .roots import Roots
 
 
 def process_ref(pid: int) -> ProcessRef | None:
@@ -70,6 +71,14 @@ def _group_members(pgid: int) -> list[int]:
     return members
 
 
+def command_line(ref: ProcessRef) -> tuple[str, ...]:
+    """Empty where it is gone or may not be looked at."""
+    try:
+        return tuple(psutil.Process(ref.pid).cmdline()) if alive(ref) else ()
+    except psutil.Error:
+        return ()
+
+
 def open_pidfd(pid: int) -> int | None:
     """A descriptor that becomes readable when the process dies; None on a kernel before 5.3, or when it is gone."""
     try:
@@ -86,3 +95,16 @@ def boot_seconds_now() -> float:
 def boot_seconds_of(ref: ProcessRef) -> float:
     """When the process began, on the kernel log's clock."""
     return boot_seconds_now() - max(0.0, time.time() - ref.start_time)
+
+
+#: include/linux/proc_ns.h, PROC_PID_INIT_INO: the namespace whose numbers the kernel's log and drivers use.
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"
+
+
+def in_pid_namespace(roots: Roots) -> bool:
+    """Are pids numbered otherwise here than by the host (a container)? An unreadable /proc counts as such: then a pid
+    proves nothing."""
+    try:
+        return os.readlink(roots.proc / "self/ns/pid") != _INITIAL_PID_NAMESPACE
+    except OSError:
+        return True

@@ -87,6 +87,9 @@ def without_unknown_prefix(lines: list[LogLine], known: Callable[[str], str]) ->
     shapes: Counter[str] = Counter()
     total = 0
     for line in lines[:_LEARN_FROM]:
+        if _OWN_BEGINNING.match(line.text):  # nothing in front of it: most logs are such
+            total += 1
+            continue
         text = known(line.text[:400])
         match = _OWN_BEGINNING.search(text)
         if match is None:
@@ -130,6 +133,15 @@ def _parts(text: str) -> list[_Part] | None:
     return None
 
 
+def message_text(value: object) -> str | None:
+    """journald writes what is no valid UTF-8, or has colours in it, as an array of bytes. None: no text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(byte, int) and 0 <= byte <= 255 for byte in value):
+        return bytes(value).decode("utf-8", errors="replace")
+    return None
+
+
 def _json_parts(text: str) -> list[_Part] | None:
     if not any(f'"{key}"' in text for key in _JSON_KEYS):
         return None
@@ -142,10 +154,8 @@ def _json_parts(text: str) -> list[_Part] | None:
     key = next((key for key in _JSON_KEYS if key in value), None)
     if key is None:
         return None
-    own = value[key]
-    if isinstance(own, list):  # journald writes what isn't UTF-8, or has colours in it, as numbers
-        own = bytes(byte for byte in own if isinstance(byte, int) and 0 <= byte < 256).decode("utf-8", "replace")
-    if not isinstance(own, str):
+    own = message_text(value[key])
+    if own is None:
         return []
     stream = str(value.get("stream", ""))
     complete = own.endswith("\n") or key != "log" or "stream" not in value

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UserError
 from ..incident import LogLine
@@ -85,9 +85,10 @@ def read_file(path: str, *, life: int | None = None) -> tuple[LogLine, ...]:
         if life is not None:
             return _numbered_life(path, life)
         lines = _read_whole(path)
-        if path != "-" and not any(True for _ in life_starts(lines)):
-            lines = _with_older(path, lines)
-        return last_life(lines)
+        starts = life_starts(lines)
+        if starts or path == "-":
+            return tuple(lines[starts[-1] if starts else 0 :])
+        return last_life(_with_older(path, lines))
     except OSError as error:
         hint = "check the path" if isinstance(error, FileNotFoundError) else "check its rights"
         raise UserError(f"{path} can't be read: {error.strerror or error}", hint=hint) from None
@@ -115,8 +116,8 @@ def _with_older(path: str, lines: list[LogLine]) -> list[LogLine]:
         except OSError:
             break
         own = os.path.basename(name)
-        older = [LogLine(line.number, line.text, line.source, line.offset, own) for line in found] + older
-        if any(True for _ in life_starts(found)):
+        older = [replace(line, file=own) for line in found] + older
+        if life_starts(found):
             return [*last_life(older), *lines]
     return lines
 
@@ -145,7 +146,7 @@ def _numbered_life(path: str, number: int) -> tuple[LogLine, ...]:
     """Reads all of the file: a life in the middle can be anywhere."""
     if path == "-" or _is_gzip(path):
         lines = _read_whole(path)
-        starts = list(life_starts(lines)) or [0]
+        starts = life_starts(lines) or [0]
         begin, end = _life_bounds(path, starts, number, len(lines))
         return tuple(lines[begin:end])
     starts = _start_offsets(path)
@@ -174,17 +175,23 @@ def _start_offsets(path: str) -> list[int]:
 
 
 def pids_in_log(lines: Iterable[LogLine]) -> frozenset[int]:
-    """The processes on this host that vLLM's own prefixes and uvicorn name."""
+    """The processes on this host that vLLM's own prefixes and uvicorn name; where no line begins with one (a carrier
+    that isn't understood), those that are named anywhere: else a stranger's kill would be taken for this server's."""
     found: set[int] = set()
+    anywhere: set[int] = set()
     for line in lines:
+        if not found and "pid=" in line.text:
+            anywhere.update(int(pid) for pid in _ANY_PREFIX.findall(line.text[:_PREFIX_CHARS]))
         found.update(pid for _, pid, remote in process_prefixes(line.text) if not remote)
         if "Started server process [" in line.text:
             record = next(parse_records((line,)))
             if record.level in ("INFO", None) and (match := _SERVER_PROCESS.match(record.body)):
                 found.add(int(match[1]))
-    return frozenset(found)
+    return frozenset(found or anywhere)
 
 
+_ANY_PREFIX = lazy(r"\([A-Z]\w{1,40} pid=(\d{1,10})\) ")
+_PREFIX_CHARS = 500
 _SERVER_PROCESS = lazy(r"Started server process \[(\d{1,10})\]")
 
 # Lines that a server writes once in its life, before anything else of its own. One that comes again is a new life.
@@ -227,14 +234,13 @@ _ALIVE_WORDS = (
 
 def last_life(lines: list[LogLine]) -> tuple[LogLine, ...]:
     """The lines of the last start only: old error text in an appended log must not decide."""
-    starts = list(life_starts(lines))
+    starts = life_starts(lines)
     return tuple(lines[starts[-1] if starts else 0 :])
 
 
-def life_starts(lines: list[LogLine]) -> Iterator[int]:
+def life_starts(lines: list[LogLine]) -> list[int]:
     """The indexes at which lives begin; none where no line says so."""
-    found = list(_starts(lines, server=True))
-    yield from found or _starts(lines, server=False)
+    return list(_starts(lines, server=True)) or list(_starts(lines, server=False))
 
 
 def _holds_a_start(data: bytes) -> bool:
@@ -242,7 +248,7 @@ def _holds_a_start(data: bytes) -> bool:
     if not any(word in data for word in _SERVER_START_WORDS):
         return False
     marked = [line for line in data.split(b"\n") if any(word in line for word in _SERVER_START_WORDS)]
-    return any(True for _ in _starts(_decoded([RawLine(line, 0) for line in marked]), server=True))
+    return bool(list(_starts(_decoded([RawLine(line, 0) for line in marked]), server=True)))
 
 
 def _starts(lines: list[LogLine], *, server: bool) -> Iterator[int]:

@@ -12,6 +12,25 @@ EAGER = "--enforce-eager"
 CAPTURE_SIZE = "--max-cudagraph-capture-size"
 CPU_OFFLOAD = "--cpu-offload-gb"
 SWAP_SPACE = "--swap-space"
+KV_BYTES = "--kv-cache-memory-bytes"
+
+#: All that is ever written.
+LEARNABLE = frozenset(
+    {
+        UTILIZATION,
+        LENGTH,
+        SEQS,
+        TOKENS,
+        EAGER,
+        CAPTURE_SIZE,
+        CPU_OFFLOAD,
+        SWAP_SPACE,
+        KV_BYTES,
+        "--kv-offloading-size",
+        "--mm-processor-cache-gb",
+        "--api-server-count",
+    }
+)
 
 Version = tuple[int, ...]
 
@@ -22,7 +41,7 @@ _KNOWN: dict[str, tuple[Version | None, Version | None]] = {
     "--mm-processor-cache-gb": ((0, 10, 1), None),
     "--kv-offloading-size": ((0, 11, 2), None),
     "--api-server-count": ((0, 9, 0), None),
-    "--kv-cache-memory-bytes": ((0, 10, 2), None),
+    KV_BYTES: ((0, 10, 2), None),
 }
 
 #: An engine with weights in host memory fails by itself there (vLLM #18298).

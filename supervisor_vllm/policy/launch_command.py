@@ -6,6 +6,7 @@ the value's characters, or adds the flag behind vLLM's own last argument, and to
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,8 @@ class LaunchCommand:
     last: Word | None = None
     #: a literal `--`, before which new flags go
     terminator: Word | None = None
+    #: the vllm program or the Python that runs it, as it stands
+    executable: str | None = None
 
     def find(self, flag: str) -> Argument | None:
         """The occurrence that counts: argparse takes the last one."""
@@ -157,9 +160,26 @@ def _parse_words(raw: str, words: list[Word], *, shell: bool, depth: int) -> Lau
     arguments, positionals, terminator = _arguments(words[begin:])
     module = any(word.text in _SERVER_MODULES or word.text.endswith("/api_server.py") for word in words[:begin])
     found = LaunchCommand(
-        raw, True, arguments, () if module else positionals, {}, shell, words[begin - 1], words[-1], terminator
+        raw,
+        is_vllm=True,
+        arguments=arguments,
+        positionals=() if module else positionals,
+        shell=shell,
+        program=words[begin - 1],
+        last=words[-1],
+        terminator=terminator,
+        executable=_executable(words[:begin]),
     )
     return _with_environment(found, words[:begin], shell=shell)
+
+
+def _executable(words: list[Word]) -> str | None:
+    for index in range(len(words) - 1, -1, -1):
+        name = _name(words[index])
+        is_module = index > 0 and words[index - 1].text == "-m"
+        if (name == "vllm" or name.startswith(("python", "pypy"))) and not is_module:
+            return words[index].text
+    return None
 
 
 def _name(word: Word) -> str:
@@ -272,10 +292,7 @@ def _with_environment(command: LaunchCommand, before: Sequence[Word], *, shell: 
             name, _, value = word.text.partition("=")
             found[name] = value
     environment = {**found, **command.environment}
-    return LaunchCommand(
-        command.raw, True, command.arguments, command.positionals, environment, shell or command.shell,
-        command.program, command.last, command.terminator,
-    )  # fmt: skip
+    return dataclasses.replace(command, environment=environment, shell=shell or command.shell)
 
 
 def _with_exports(command: LaunchCommand, commands: list[list[Word]]) -> LaunchCommand:

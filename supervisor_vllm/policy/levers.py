@@ -10,6 +10,7 @@ from ..settings import Settings
 from .flags import (
     CAPTURE_SIZE,
     EAGER,
+    KV_BYTES,
     LENGTH,
     SEQS,
     TOKENS,
@@ -20,9 +21,12 @@ from .flags import (
     knows,
 )
 from .launch_command import LaunchCommand, whole_number
+from .model_shape import ModelShape
 
 #: The smallest change of utilisation that is worth a launch.
 STEP = 0.01
+#: Where a hundredth of the device is much of the KV cache, utilisation moves by as little as this.
+FINE_STEP = 0.001
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Situation:
     attempts: tuple[Attempt, ...] = ()
     waited: bool = False
     version: str | None = None
+    shape: ModelShape | None = None
+    cpu_backend: bool = False
 
     @property
     def numbers(self) -> Numbers:
@@ -93,22 +99,27 @@ def change(s: Situation, flag: str, to: str, why: str) -> Change | None:
     return Change(flag, before, to, why)
 
 
-def utilization_to(s: Situation, target: float, why: str) -> Change | None:
-    """Rounded down to a hundredth. Refused where it wouldn't move, or where an earlier attempt has failed already:
+def utilization_to(s: Situation, target: float, why: str, step: float = STEP) -> Change | None:
+    """Rounded down to a whole `step`. Refused where it wouldn't move, or where an earlier attempt has failed already:
     between "too much" and "too little" the value closes in, and never goes back and forth."""
-    value = math.floor(round(target * 100, 6)) / 100
-    if abs(value - s.utilization) < STEP / 2:
+    value = rounded_down(target, step)
+    if abs(value - s.utilization) < step / 2:
         return None
     lowest, highest = utilization_bounds(s)
     value = min(value, highest) if value > s.utilization else max(value, lowest)
     # the user's own value may lie outside the settings' lines: what is written never does
     value = min(max(value, s.settings.gpu_memory_utilization_min), s.settings.gpu_memory_utilization_max)
     moved_right = value > s.utilization if target > s.utilization else value < s.utilization
-    return change(s, UTILIZATION, f"{value:.2f}", why) if moved_right else None
+    return change(s, UTILIZATION, f"{value:.2f}" if step == STEP else f"{value:g}", why) if moved_right else None
+
+
+def rounded_down(value: float, step: float) -> float:
+    return round(math.floor(round(value / step, 6)) * step, 6)
 
 
 def utilization_bounds(s: Situation) -> tuple[float, float]:
-    """From the settings, and from what failed since the last healthy launch."""
+    """From the settings, and from what failed since the last healthy launch. What was too little says nothing once
+    the batch or the length has been made smaller, too."""
     lowest, highest = s.settings.gpu_memory_utilization_min, s.settings.gpu_memory_utilization_max
     for attempt in s.attempts:
         for done in attempt.changes:
@@ -116,10 +127,10 @@ def utilization_bounds(s: Situation) -> tuple[float, float]:
                 continue
             before, after = _number(done.from_ or "") or default_utilization(s.version), _number(done.to) or 0.0
             if after < before:
-                highest = min(highest, before - STEP)
-            else:
-                lowest = max(lowest, before + STEP)
-    return round(lowest, 2), round(highest, 2)
+                highest = min(highest, before - FINE_STEP)
+            elif len(attempt.changes) == 1:
+                lowest = max(lowest, before + FINE_STEP)
+    return round(lowest, 3), round(highest, 3)
 
 
 def seqs_to(s: Situation, target: int, why: str) -> Change | None:
@@ -149,6 +160,17 @@ def length_to(s: Situation, target: int, why: str) -> Change | None:
         return None
     given = s.launch.max_model_len or s.numbers.get("max_model_len")
     return change(s, LENGTH, str(target), why) if given is None or target < given else None
+
+
+def kv_bytes(s: Situation) -> int | None:
+    """The size that the command gives the KV cache: vLLM then doesn't look at utilisation."""
+    return whole_number(s.launch.get(KV_BYTES))
+
+
+def kv_bytes_to(s: Situation, target: int, why: str) -> Change | None:
+    """In whole MiB."""
+    value = target // 2**20 * 2**20
+    return change(s, KV_BYTES, str(value), why) if value > 0 and value != kv_bytes(s) else None
 
 
 def capture_size_to(s: Situation, target: int, why: str) -> Change | None:

@@ -38,7 +38,7 @@ class Device:
 
     @property
     def free_bytes(self) -> int:
-        return max(0, self.total_bytes - sum(self.holders().values()))
+        return max(0, self.total_bytes - sum(self.holders().values()) - sum(self.elsewhere().values()))
 
     def holders(self) -> dict[int, int]:
         """Bytes by pid, of living processes."""
@@ -51,9 +51,33 @@ class Device:
             except (OSError, ValueError):
                 continue
             living = start_time(int(file.name))
+            if held == "-":  # the driver can't say how much
+                continue
             if living and (not started or int(started[0]) == living):
                 found[int(file.name)] = int(held)
         return found
+
+    def elsewhere(self) -> dict[int, int]:
+        """Bytes by pid, of processes in another pid namespace."""
+        return {int(file.name): int(file.read_text()) for file in (self.path / "elsewhere").glob("*")}
+
+    def hold_elsewhere(self, pid: int, held_bytes: int) -> None:
+        """A process of another pid namespace holds so much: as the driver says it in a container."""
+        (self.path / "elsewhere").mkdir(exist_ok=True)
+        (self.path / "elsewhere" / str(pid)).write_text(str(held_bytes))
+
+    def list_as(self, kind: str, pid: int, held_bytes: int) -> None:
+        """The process is in NVML's list of `graphics` processes or of `mps` clients."""
+        (self.path / kind).mkdir(exist_ok=True)
+        (self.path / kind / str(pid)).write_text(f"{held_bytes} {start_time(pid)}")
+
+    def add_mig(self, place: int, *, uuid: str, total_bytes: int, gi: int, ci: int = 0) -> Device:
+        """Turn MIG mode on, with one more MIG device."""
+        device = Device(self.path / "mig" / str(place))
+        (device.path / "holders").mkdir(parents=True)
+        for name, text in (("uuid", uuid), ("total", total_bytes), ("gi", gi), ("ci", ci), ("name", "NVIDIA MIG")):
+            (device.path / name).write_text(str(text))
+        return device
 
     def hold(self, pid: int, held_bytes: int) -> None:
         """Say that `pid` holds so much now. Renamed into place: a reader never sees half a number."""
