@@ -258,7 +258,8 @@ def _new_output_listener(path: Path, state_dir: Path) -> str:
 ; keeps the output of a program whose log isn't a file; with a buffer of its own, so that no flood pushes a death out
 command={output_listener_command(path)}
 events=PROCESS_LOG,PROCESS_STATE,TICK_5
-buffer_size=1000
+; the listener may start beside the flood: seconds pass on a busy host until it reads (measured: 1000 isn't enough)
+buffer_size=10000
 startsecs=0
 directory=/
 autostart=true
