@@ -6,6 +6,7 @@ Everything here is real but vLLM and NVML (standin/). Every wait has a limit and
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -47,10 +48,25 @@ def wait_until(predicate: Callable[[], T], limit_sec: float, what: str, *, step_
         time.sleep(step_sec)
 
 
+def _own_ports() -> Iterator[int]:
+    """Each pytest worker counts through ports of its own, below those that the kernel gives away: one that the kernel
+    named was given to another worker's test in the time until a server took it."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    first = 20000 + 1000 * (worker % 12)
+    begin = os.getpid() % 1000  # two runs on one machine
+    return itertools.cycle((*range(first + begin, first + 1000), *range(first, first + begin)))
+
+
+_PORTS = _own_ports()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT doesn't count
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def alive(pid: int) -> bool:
