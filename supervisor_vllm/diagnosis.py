@@ -8,7 +8,7 @@ from datetime import datetime
 
 from . import back_up, control, launch, memory, watch
 from .classify import classify
-from .classify.numbers import with_device_numbers
+from .classify.numbers import with_device_numbers, with_host_numbers
 from .context import Context, enter, say
 from .errors import UserError
 from .evidence import device, exit_status, life, processes
@@ -32,6 +32,8 @@ def diagnose(context: Context) -> State:
         if problem:
             say(context.name, f"devices: {problem}")
             verdict = dataclasses.replace(verdict, evidence=(*verdict.evidence, Evidence("gpu", problem)))
+    if verdict.kind.startswith("host_"):
+        verdict = with_host_numbers(verdict, incident)
     return _decide(context, incident, verdict)
 
 

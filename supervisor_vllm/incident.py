@@ -43,6 +43,8 @@ KILL_TO_DEATH_SEC = 1800.0
 #:   shm_required_bytes, shm_free_bytes
 #:   swap_space_bytes          host memory that --swap-space asked for
 #:   limit_bytes               limit of the memory cgroup that killed
+#:   host_total_bytes, host_available_bytes    the host's memory; what of it was available before the start
+#:   host_anonymous_bytes, host_shared_bytes   what its processes held of it at most (HostUse)
 #:   holders                   list of {"pid", "bytes", "name", "owner"}; owner is orphan | neighbour | own; with
 #:                             "elsewhere" true where the pid is none that can be looked at from here
 Numbers = dict[str, Any]
@@ -74,13 +76,15 @@ class LogLine:
 
 @dataclass(frozen=True)
 class CgroupMemory:
-    """A memory cgroup's counters. None: the kernel or the version doesn't have it."""
+    """A memory cgroup's counters. `limit_bytes`: the lowest of its own and of those above it. `held_bytes`: what can't
+    be reclaimed of its use. None: the kernel or the version doesn't have it."""
 
     path: str
     oom_kill_count: int | None = None
     limit_bytes: int | None = None
     usage_bytes: int | None = None
     fail_count: int | None = None
+    held_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,19 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
+class HostUse:
+    """What processes hold of the host's memory: anonymous pages, swapped ones too, and shared ones (the largest
+    process's: they may be the same pages). CUDA's pinned memory is shared memory to the kernel."""
+
+    anonymous_bytes: int = 0
+    shared_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.anonymous_bytes + self.shared_bytes
+
+
+@dataclass(frozen=True)
 class Incident:
     """Everything known of one death. Fields that nobody could see keep their defaults, which prove nothing."""
 
@@ -150,6 +167,8 @@ class Incident:
     cgroup_after: CgroupMemory | None = None
     host_before: HostMemory | None = None
     host_after: HostMemory | None = None
+    #: at most, as far as it was looked at while it lived
+    host_use: HostUse | None = None
     gpus: tuple[GpuMemory, ...] = ()
     #: the devices before this life took any memory (memory nodes too: vLLM's CPU backend)
     gpus_before: tuple[GpuMemory, ...] = ()

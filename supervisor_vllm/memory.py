@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from . import launch, watch
 from .context import Context
 from .errors import UserError
-from .evidence import device, host
+from .evidence import cgroup, device, host
 from .evidence.gpu import GpuReading
 from .incident import Change, GpuHolder, GpuMemory, Incident, Numbers, Plan
 from .journal import IncidentRow
@@ -18,7 +18,7 @@ from .policy.launch_command import LaunchCommand, parse_launch
 from .target import effective_environment
 from .units import gib
 
-#: Of the host memory that was available when the life began, this much must be available again.
+#: Of the host memory that the last life held at most, this much must be available for the next one.
 _HOST_SHARE = 0.9
 #: Of the device, over what vLLM's start check wants, before a neighbour counts as gone.
 _NEIGHBOUR_MARGIN = 0.02
@@ -27,13 +27,15 @@ _NEIGHBOUR_MARGIN = 0.02
 @dataclass(frozen=True)
 class Need:
     """`fraction` of each device's total must be free (vLLM's own start check), after `overhead_bytes` that vLLM takes
-    for itself before it looks. None: the launch makes no such check. `host_bytes`: available host memory."""
+    for itself before it looks. None: the launch makes no such check. `host_bytes`: host memory, available on the host
+    and in the cgroup `cgroup_path`."""
 
     cpu_backend: bool
     device_count: int
     fraction: float | None = None
     overhead_bytes: int = 0
     host_bytes: int = 0
+    cgroup_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,8 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
         parsed = parse_launch(launch.current_command(context))
     except UserError:
         return Need(cpu_backend, 0)
-    need = Need(cpu_backend, device_count(parsed))
-    if row.verdict.kind == "host_oom_kill" and incident.host_before:
-        need = dataclasses.replace(need, host_bytes=int(incident.host_before.available_bytes * _HOST_SHARE))
+    path = incident.cgroup_after.path if incident.cgroup_after else None
+    need = Need(cpu_backend, device_count(parsed), host_bytes=_host_bytes(incident, plan), cgroup_path=path)
     checked = parsed.get("--kv-cache-memory-bytes") is None and "VLLM_CPU_KVCACHE_SPACE" not in parsed.environment
     if not checked:
         return need
@@ -79,6 +80,14 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
     fraction = _fraction(text, incident.vllm_version)
     overhead = _overhead_bytes(incident, row.verdict.numbers) if waits else 0
     return dataclasses.replace(need, fraction=fraction, overhead_bytes=overhead)
+
+
+def _host_bytes(incident: Incident, plan: Plan) -> int:
+    """What the last life held of the host's memory, where the next one is to hold the same: a brake, so that a restart
+    doesn't drive a host that is short already into thrashing."""
+    if incident.host_use is None or plan.changes:
+        return 0
+    return int(incident.host_use.total_bytes * _HOST_SHARE)
 
 
 def device_count(parsed: LaunchCommand) -> int:
@@ -124,7 +133,20 @@ def measure(context: Context, need: Need) -> Reading:
     available = host.read_host(context.roots).available_bytes
     if available < need.host_bytes:
         problems.append(f"host memory: {gib(available)} of the {gib(need.host_bytes)} needed are available")
+    if need.cgroup_path and (shortfall := _cgroup_shortfall(context, need)):
+        problems.append(shortfall)
     return Reading("; ".join(problems) or None, _numbers(tightest, need), reading.problem)
+
+
+def _cgroup_shortfall(context: Context, need: Need) -> str | None:
+    """What others in its cgroup hold. A limit that is below the need by itself is nothing to wait for."""
+    now = cgroup.read_cgroup(need.cgroup_path or "", context.roots)
+    if now is None or now.limit_bytes is None or now.held_bytes is None or need.host_bytes > now.limit_bytes:
+        return None
+    free = now.limit_bytes - now.held_bytes
+    if free >= need.host_bytes:
+        return None
+    return f"memory cgroup {now.path}: {gib(max(0, free))} of the {gib(need.host_bytes)} needed are free"
 
 
 def _read(context: Context, cpu_backend: bool) -> GpuReading:

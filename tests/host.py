@@ -62,11 +62,11 @@ class Host:
             str(self.supervisord.conf_file), "--state-dir", str(self.state_dir), *options,
         )  # fmt: skip
 
-    def start(self, **settings: str) -> Host:
+    def start(self, *, cgroup: Path | None = None, **settings: str) -> Host:
         """init, then supervisord with all of it."""
         done = self.install(**settings)
         assert done.returncode == 0, done.stderr + done.stdout
-        self.supervisord.start()
+        self.supervisord.start(cgroup=cgroup)
         return self
 
     def status(self) -> dict[str, Any]:

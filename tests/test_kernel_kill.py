@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from host import Host
 from standin.figures import MIB
-from world import chat, wait_until
+from world import MEMORY_CGROUPS, chat, memory_cgroup
 
 from supervisor_vllm.classify import classify
 from supervisor_vllm.evidence import life, processes
@@ -23,28 +22,10 @@ from supervisor_vllm.incident import ProcessRef
 
 MakeHost = Callable[..., Host]
 
-MEMORY = Path("/sys/fs/cgroup/memory")
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(not (MEMORY / "memory.limit_in_bytes").exists(), reason="no memory cgroup of version 1"),
+    pytest.mark.skipif(not (MEMORY_CGROUPS / "memory.limit_in_bytes").exists(), reason="no memory cgroup of version 1"),
 ]
-
-
-@contextlib.contextmanager
-def memory_cgroup(name: str, limit_bytes: int) -> Iterator[Path]:
-    group = MEMORY / f"supervisor-vllm-test-{os.getpid()}-{name}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
-        yield group
-    finally:
-        wait_until(lambda: _removed(group), 20, f"{group} to be empty")
-
-
-def _removed(group: Path) -> bool:
-    with contextlib.suppress(OSError):
-        group.rmdir()
-    return not group.exists()
 
 
 def test_the_worker_is_killed_by_the_kernel_while_it_serves(vllm_host: MakeHost) -> None:

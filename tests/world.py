@@ -212,6 +212,28 @@ def run_cli(
     )
 
 
+#: The kernel's memory cgroups, version 1.
+MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@contextlib.contextmanager
+def memory_cgroup(name: str, limit_bytes: int) -> Iterator[Path]:
+    """A new one of version 1. At the end it must be empty."""
+    group = MEMORY_CGROUPS / f"supervisor-vllm-test-{os.getpid()}-{name}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        yield group
+    finally:
+        wait_until(lambda: _removed(group), 20, f"{group} to be empty")
+
+
+def _removed(group: Path) -> bool:
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
 class Supervisord:
     """A real supervisord of this interpreter's environment, as a child without daemon, in its own directory.
 
@@ -296,11 +318,13 @@ class Supervisord:
         return self.write(file or f"{name}.conf", "\n".join((f"[program:{name}]", *lines, "")))
 
     # ── running ──
-    def start(self, limit_sec: float = 15.0) -> Supervisord:
+    def start(self, limit_sec: float = 15.0, *, cgroup: Path | None = None) -> Supervisord:
+        """`cgroup`: a memory cgroup's directory, in which supervisord and all its programs run (a container)."""
         assert self.process is None, "already started"
+        enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(cgroup)] if cgroup else []
         output = (self.directory / "supervisord.out").open("ab")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(self.conf_file)],
+            [*enter, sys.executable, "-m", "supervisor.supervisord", "-n", "-c", str(self.conf_file)],
             env=clean_environment(self.environment),
             stdin=subprocess.DEVNULL,
             stdout=output,

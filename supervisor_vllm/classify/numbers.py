@@ -102,6 +102,18 @@ def neighbour_bytes(holders: list[dict[str, object]]) -> int:
     return sum(size for holder in holders if holder["owner"] != "own" and isinstance(size := holder["bytes"], int))
 
 
+def with_host_numbers(verdict: Verdict, incident: Incident) -> Verdict:
+    """The verdict with what the host, or its cgroup, had to give, and what of that the server held."""
+    numbers: Numbers = {}
+    if incident.host_before and incident.host_before.available_bytes:
+        numbers["host_available_bytes"] = incident.host_before.available_bytes
+        numbers["host_total_bytes"] = incident.host_before.total_bytes
+    if incident.host_use:
+        numbers["host_anonymous_bytes"] = incident.host_use.anonymous_bytes
+        numbers["host_shared_bytes"] = incident.host_use.shared_bytes
+    return dataclasses.replace(verdict, numbers={**numbers, **verdict.numbers})
+
+
 def with_device_numbers(verdict: Verdict, incident: Incident) -> Verdict:
     """The verdict with total and free memory of its device, or of the tightest, where its own evidence has none. What
     the dead server and its orphans hold counts as free: they are ended before the next launch."""

@@ -298,7 +298,7 @@ _HOST_MEMORY = (
     Signature(
         "swap_space",
         "host_alloc",
-        r"Too large swap space\.(?: <swap_space_bytes:gib> GiB out of the)?",
+        r"Too large swap space\.(?: <swap_space_bytes:gib> GiB out of the(?: <host_total_bytes:gib> GiB)?)?",
         versions="0.6-0.17",
         source="config/cache.py, 0.6.0 to 0.17.0",
         words=("Too large swap space.",),

@@ -53,13 +53,15 @@ def _directory(path: str, roots: Roots) -> Path | None:
 
 
 def _read_v1(path: str, directory: Path) -> CgroupMemory:
-    limit = _number(directory / "memory.limit_in_bytes")
+    stat = _keyed(directory / "memory.stat")
+    limit = stat.get("hierarchical_memory_limit", _number(directory / "memory.limit_in_bytes"))
     return CgroupMemory(
         path,
         oom_kill_count=_keyed(directory / "memory.oom_control").get("oom_kill"),
         limit_bytes=None if limit is None or limit >= _V1_UNLIMITED_BYTES else limit,
         usage_bytes=_number(directory / "memory.usage_in_bytes"),
         fail_count=_number(directory / "memory.failcnt"),
+        held_bytes=_sum(stat, "total_rss", "total_shmem"),
     )
 
 
@@ -68,10 +70,24 @@ def _read_v2(path: str, directory: Path) -> CgroupMemory:
     return CgroupMemory(
         path,
         oom_kill_count=events.get("oom_kill"),
-        limit_bytes=_number(directory / "memory.max"),  # "max" is no number: no limit
+        limit_bytes=_lowest_limit(directory),
         usage_bytes=_number(directory / "memory.current"),
         fail_count=events.get("max"),
+        held_bytes=_sum(_keyed(directory / "memory.stat"), "anon", "shmem"),
     )
+
+
+def _lowest_limit(directory: Path) -> int | None:
+    """Of a cgroup of version 2 and those above it. "max" is no number: no limit."""
+    limits = []
+    while (directory / "memory.max").exists():
+        limits.append(_number(directory / "memory.max"))
+        directory = directory.parent
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _sum(stat: dict[str, int], *names: str) -> int | None:
+    return sum(stat.get(name, 0) for name in names) if names[0] in stat else None
 
 
 def _number(path: Path) -> int | None:

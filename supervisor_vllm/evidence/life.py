@@ -7,9 +7,9 @@ A Life is immutable and goes into the journal, so that a listener that starts in
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..incident import KILL_TO_DEATH_SEC, CgroupMemory, GpuMemory, HostMemory, Incident, ProcessRef
+from ..incident import KILL_TO_DEATH_SEC, CgroupMemory, GpuMemory, HostMemory, HostUse, Incident, ProcessRef
 from . import cgroup, host, processes
 from .kernel_log import last_sequence, read_kernel_log
 from .roots import Roots
@@ -29,7 +29,7 @@ class Life:
     """`boot_seconds`: on the kernel log's clock, when the life began; `kernel_sequence`: the kernel log's newest record
     then. `log_marks`: where its log begins. `devices`: the device memory before vLLM took any. `kill_counts`: each
     rise of the cgroup's counter that was seen. All that supervisord runs may share that cgroup, and a neighbour's kill
-    of last week says nothing of today's death."""
+    of last week says nothing of today's death. `host_use`: the most that was seen."""
 
     leader: ProcessRef
     tree: tuple[ProcessRef, ...]
@@ -39,6 +39,7 @@ class Life:
     cgroup: CgroupMemory | None = None
     kill_counts: tuple[KillCount, ...] = ()
     host: HostMemory | None = None
+    host_use: HostUse = field(default_factory=HostUse)
     devices: tuple[GpuMemory, ...] = ()
     launch_id: int | None = None
     healthy: bool = False
@@ -59,14 +60,30 @@ def begin(leader: ProcessRef, log_marks: tuple[LogPosition, ...], roots: Roots, 
 
 
 def observe(life: Life, roots: Roots) -> Life:
-    """The life with the processes that it has now added, those that are gone are kept (the kernel may name them), and
-    with its cgroup's counter. The same life where nothing is new."""
+    """The life with the processes that it has now added, those that are gone are kept (the kernel may name them), with
+    its cgroup's counter, and with what it holds of the host's memory. The same life where nothing is new."""
     known = {(ref.pid, ref.start_time) for ref in life.tree}
-    new = tuple(ref for ref in processes.process_tree(life.leader) if (ref.pid, ref.start_time) not in known)
+    living = processes.process_tree(life.leader)
+    new = tuple(ref for ref in living if (ref.pid, ref.start_time) not in known)
     counts = _kill_counts(life, roots)
-    if not new and counts == life.kill_counts:
+    use = _most(life.host_use, processes.host_use(living, roots))
+    if not new and counts == life.kill_counts and use == life.host_use:
         return life
-    return dataclasses.replace(life, tree=life.tree + new, kill_counts=counts)
+    return dataclasses.replace(life, tree=life.tree + new, kill_counts=counts, host_use=use)
+
+
+#: A life is written down when it holds so much more than before: 64 MiB and a twentieth.
+_WORTH_NOTING_BYTES, _WORTH_NOTING = 64 * 2**20, 0.05
+
+
+def _most(before: HostUse, now: HostUse) -> HostUse:
+    def more(old: int, new: int) -> int:
+        return new if new > old + max(_WORTH_NOTING_BYTES, _WORTH_NOTING * old) else old
+
+    return HostUse(
+        more(before.anonymous_bytes, now.anonymous_bytes),
+        more(before.shared_bytes, now.shared_bytes),
+    )
 
 
 #: Of the rises of a counter, so many are kept.
@@ -141,6 +158,7 @@ def gather(
         cgroup_after=cgroup.read_cgroup(life.cgroup.path, roots) if life.cgroup else None,
         host_before=life.host,
         host_after=host.read_host(roots),
+        host_use=life.host_use if life.host_use.total_bytes else None,
         gpus_before=life.devices,
         orphans=orphans(life),
         vllm_version=vllm_version(log),

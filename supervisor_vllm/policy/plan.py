@@ -7,15 +7,14 @@ safe step is taken, and the reason says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ..incident import Change, Plan, Verdict
 from ..settings import Settings
 from ..units import gib
 from . import device_memory, levers
-from .answer import adjust, number
-from .flags import CPU_OFFLOAD, SWAP_SPACE, UTILIZATION
+from .flags import UTILIZATION
+from .host_memory import host_memory
 from .launch_command import parse_launch, with_flag
 from .levers import Attempt, Situation
 from .memory_equation import Batch, Equation
@@ -120,33 +119,7 @@ def _unstable(s: Situation) -> Plan:
     return Plan("wait", f"{s.verdict.summary.rstrip('.')}; started again unchanged once the memory is quiet")
 
 
-# -- host memory -------------------------------------------------------------------------------------------------------
-
-
-def _host(s: Situation) -> Plan:
-    """Host-side flags only: nothing on the device was short. The one that is set and takes host memory goes down."""
-    for flag, words in (
-        (SWAP_SPACE, "swap space of the KV cache"),
-        (CPU_OFFLOAD, "weights in host memory"),
-        ("--kv-offloading-size", "KV cache in host memory"),
-        ("--mm-processor-cache-gb", "cache of the multimodal processor"),
-    ):
-        given = number(s.launch.get(flag))
-        if given and given >= 1:
-            plan = adjust(levers.change(s, flag, f"{math.floor(given / 2):g}", f"{words}: half of it"))
-            if plan:
-                return plan
-    count = s.launch.get("--api-server-count") or ""
-    if count.isdigit() and int(count) > 1:
-        fewer = levers.change(s, "--api-server-count", str(int(count) - 1), "each API server takes host memory")
-        plan = adjust(fewer)
-        if plan:
-            return plan
-    return Plan(
-        "retry",
-        f"{s.verdict.summary.rstrip('.')}; no flag of this command takes host memory that could go down: started again "
-        "unchanged once memory is free",
-    )
+# -- what no flag cures ------------------------------------------------------------------------------------------------
 
 
 def _shm(s: Situation) -> Plan:
@@ -178,8 +151,8 @@ _REMEDIES: dict[str, Callable[[Situation], Plan]] = {
     "gpu_neighbour": _neighbour,
     "gpu_unstable": _unstable,
     "gpu_oom": device_memory.out_of_memory,
-    "host_oom_kill": _host,
-    "host_alloc": _host,
+    "host_oom_kill": host_memory,
+    "host_alloc": host_memory,
     "shm_full": _shm,
     "port_in_use": _port,
     "bad_arguments": _hold("mend the command in your program section, then: supervisorctl update"),

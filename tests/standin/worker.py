@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ class Worker:
         self.peak = self.graphs = self.graph_estimate = self.kv_bytes = 0
         self.completions = 0
         self.touched: list[bytearray] = []
+        self.pinned: list[mmap.mmap] = []
 
     # ── memory ──
     def _hold(self, more_bytes: int) -> None:
@@ -188,6 +190,8 @@ class Worker:
         self._require(kv_bytes, "kv_alloc")
         self.kv_bytes = kv_bytes
         self._hold(kv_bytes)
+        if self.args.kv_offloading_size:
+            self._pin(int(self.args.kv_offloading_size * figures.GIB) // self.args.tensor_parallel_size)
 
     def compile_or_warm_up_model(self) -> None:
         if self.args.enforce_eager:
@@ -247,6 +251,12 @@ class Worker:
 
     def strike(self, where: str) -> None:
         self._fault(where, "execute_model")
+
+    def _pin(self, size_bytes: int) -> None:
+        """Host memory as CUDA pins it: shared, and all of it taken at once."""
+        block = mmap.mmap(-1, size_bytes)
+        block[::4096] = b"\1" * len(range(0, size_bytes, 4096))
+        self.pinned.append(block)
 
     def _touch(self, size_bytes: int) -> None:
         """Really take host memory, page by page."""
