@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from . import launch, watch
@@ -14,7 +13,7 @@ from .evidence.gpu import GpuReading
 from .incident import Change, GpuHolder, GpuMemory, Incident, Numbers, Plan
 from .journal import IncidentRow
 from .policy.flags import UTILIZATION, default_utilization
-from .policy.launch_command import LaunchCommand, parse_launch
+from .policy.launch_command import parse_launch
 from .target import effective_environment
 from .units import gib
 
@@ -68,7 +67,7 @@ def need_of(context: Context, incident: Incident, row: IncidentRow, plan: Plan) 
     except UserError:
         return Need(cpu_backend, 0)
     path = incident.cgroup_after.path if incident.cgroup_after else None
-    need = Need(cpu_backend, device_count(parsed), host_bytes=_host_bytes(incident, plan), cgroup_path=path)
+    need = Need(cpu_backend, parsed.local_ranks, host_bytes=_host_bytes(incident, plan), cgroup_path=path)
     checked = parsed.get("--kv-cache-memory-bytes") is None and "VLLM_CPU_KVCACHE_SPACE" not in parsed.environment
     if not checked:
         return need
@@ -88,13 +87,6 @@ def _host_bytes(incident: Incident, plan: Plan) -> int:
     if incident.host_use is None or plan.changes:
         return 0
     return int(incident.host_use.total_bytes * _HOST_SHARE)
-
-
-def device_count(parsed: LaunchCommand) -> int:
-    """Devices that the launch takes on this machine; too many where others take part."""
-    here = parsed.get("--data-parallel-size-local") or parsed.get("--data-parallel-size")
-    ranks = (parsed.get("--tensor-parallel-size"), parsed.get("--pipeline-parallel-size"), here)
-    return math.prod(map(_number, ranks))
 
 
 def without_neighbours(context: Context, row: IncidentRow) -> tuple[Change, ...]:

@@ -11,7 +11,6 @@ from supervisor_vllm.classify.numbers import with_device_numbers
 from supervisor_vllm.classify.summary import summary_of
 from supervisor_vllm.explanation import ruled_out
 from supervisor_vllm.incident import GpuHolder, GpuMemory, Incident, LogLine, ProcessRef
-from supervisor_vllm.memory import device_count
 from supervisor_vllm.policy.launch_command import parse_launch
 
 GIB = 2**30
@@ -111,7 +110,7 @@ def test_the_numbers_are_of_the_device_that_failed() -> None:
     [("", 1), ("-tp 2 -pp 2", 4), ("-tp 2 -dp 2", 4), ("-tp 2 -dp 8 --data-parallel-size-local 2", 4)],
 )
 def test_the_devices_that_a_launch_takes(flags: str, count: int) -> None:
-    assert device_count(parse_launch(f"vllm serve m {flags}")) == count
+    assert parse_launch(f"vllm serve m {flags}").local_ranks == count
 
 
 def test_which_worker_died_without_a_word() -> None:

@@ -26,7 +26,7 @@ _MARGIN = 0.05
 _LARGEST_SWAP_SPACE = 0.7
 #: An API server's anonymous pages (vLLM 0.32, measured).
 _API_SERVER_BYTES = int(0.42 * _GIB)
-#: Anonymous pages of the CPU backend's other processes, beside the worker that keeps to its share (0.32, measured: 0.8).
+#: What the CPU backend's other processes hold, beside the worker that keeps to its share (0.32, measured: 0.8 GiB).
 _CPU_BACKEND_BYTES = int(0.9 * _GIB)
 
 
@@ -38,13 +38,6 @@ class Taker:
     words: str
     unit_bytes: Callable[[Situation], int]
     least: float = 0.0
-
-
-def _ranks(launch: LaunchCommand) -> int:
-    """Workers on this host."""
-    here = launch.get("--data-parallel-size-local") or launch.get("--data-parallel-size")
-    given = (launch.get("--tensor-parallel-size"), launch.get("--pipeline-parallel-size"), here)
-    return math.prod(int(number(text) or 1) for text in given)
 
 
 def _api_servers(launch: LaunchCommand) -> int:
@@ -62,10 +55,10 @@ def _caches(launch: LaunchCommand) -> int:
 #: in powers of two (vLLM #53042, 0.26: 1.92 times, on every size; #56410: 1.9 times).
 _TAKERS = (
     Taker("--mm-processor-cache-gb", "cache of multimodal inputs", lambda s: _caches(s.launch) * _GIB),
-    Taker(SWAP_SPACE, "swap space of the KV cache", lambda s: _ranks(s.launch) * _GIB),
+    Taker(SWAP_SPACE, "swap space of the KV cache", lambda s: s.launch.local_ranks * _GIB),
     Taker("--kv-offloading-size", "KV cache in host memory", lambda s: int(1.92 * _GIB), least=1.0),
     Taker(_API_SERVERS, "API servers", lambda s: _API_SERVER_BYTES, least=1.0),
-    Taker(CPU_OFFLOAD, "weights in host memory", lambda s: int(1.9 * _ranks(s.launch) * _GIB)),
+    Taker(CPU_OFFLOAD, "weights in host memory", lambda s: int(1.9 * s.launch.local_ranks * _GIB)),
 )
 
 
@@ -164,7 +157,7 @@ def _allowed_swap_space(s: Situation) -> Change | None:
     total = s.numbers.get("host_total_bytes")
     if total is None:
         return _halved(s, _TAKERS[1])
-    target = math.floor(_LARGEST_SWAP_SPACE * total / _GIB / _ranks(s.launch))
+    target = math.floor(_LARGEST_SWAP_SPACE * total / _GIB / s.launch.local_ranks)
     before = number(s.launch.get(SWAP_SPACE)) or 4.0
     why = f"vLLM allows 70 % of the host's {gib(total)} for all ranks together"
     return levers.change(s, SWAP_SPACE, f"{target:g}", why) if target < before else None

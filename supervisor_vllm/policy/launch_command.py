@@ -7,6 +7,7 @@ the value's characters, or adds the flag behind vLLM's own last argument, and to
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,13 @@ class LaunchCommand:
     def max_model_len(self) -> int | None:
         """None where it isn't given, or left to vLLM (auto, -1)."""
         return whole_number(self.get("--max-model-len"))
+
+    @property
+    def local_ranks(self) -> int:
+        """Workers, each with its device, on this machine; too many where others take part."""
+        here = self.get("--data-parallel-size-local") or self.get("--data-parallel-size")
+        sizes = (self.get("--tensor-parallel-size"), self.get("--pipeline-parallel-size"), here)
+        return math.prod(whole_number(size) or 1 for size in sizes)
 
 
 def whole_number(text: str | None) -> int | None:
