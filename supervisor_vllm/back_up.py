@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from . import override
+from . import launch, override
 from .context import Context, say
 from .evidence.life import Life
 from .incident import Change, Incident, Plan, Verdict
@@ -14,12 +14,33 @@ from .policy.flags import LENGTH, SEQS, TOKENS, UTILIZATION, default_seqs, defau
 from .policy.launch_command import parse_launch, whole_number
 from .policy.model_shape import ModelShape
 from .policy.step_up import Learned, is_step_up, steps_up
+from .settings import in_window
 
 
 def changes_due(context: Context, row: IncidentRow, shape: ModelShape | None) -> tuple[Change, ...]:
     """What the restart after this incident may take back, where memory wasn't its reason."""
+    if row.plan.action != "retry" or KINDS[row.verdict.kind].oom:
+        return ()
+    return _due(context, context.journal.incident(row.id), shape)
+
+
+def window_is_open(context: Context) -> bool:
+    """Is it the operator's time for a restart of its own, and does the limit leave launches for it to fail?"""
+    now = time.localtime()
+    if context.settings.mode == "shadow" or not in_window(context.settings.step_up, now.tm_hour, now.tm_min):
+        return False
+    left = launch.launches_left(context)
+    return left is None or left >= 2
+
+
+def changes_in_window(context: Context, incident: Incident, shape: ModelShape | None) -> tuple[Change, ...]:
+    """What a restart of its own may take back."""
+    return _due(context, incident, shape)
+
+
+def _due(context: Context, incident: Incident, shape: ModelShape | None) -> tuple[Change, ...]:
     settings = context.settings
-    if settings.step_up == "never" or row.plan.action != "retry" or KINDS[row.verdict.kind].oom:
+    if settings.step_up == "never":
         return ()
     learned = [Learned(item.change, item.time) for item in context.journal.learned(context.name)]
     if not learned:
@@ -27,7 +48,7 @@ def changes_due(context: Context, row: IncidentRow, shape: ModelShape | None) ->
     deaths = [other.time for other in context.journal.incidents(context.name) if KINDS[other.verdict.kind].oom]
     return steps_up(
         learned,
-        own=_own_values(learned, context.journal.incident(row.id), shape),
+        own=_own_values(learned, incident, shape),
         failed=context.journal.failed_notches(context.name),
         last_memory_death=max(deaths, default=0.0),
         now=time.time(),
@@ -37,7 +58,7 @@ def changes_due(context: Context, row: IncidentRow, shape: ModelShape | None) ->
 
 def _own_values(learned: list[Learned], incident: Incident, shape: ModelShape | None) -> dict[str, float]:
     total = incident.gpus_before[0].total_bytes if incident.gpus_before else None
-    launch = parse_launch(incident.command)
+    command = parse_launch(incident.command)
     defaults: dict[str, float | None] = {
         UTILIZATION: default_utilization(incident.vllm_version),
         SEQS: default_seqs(incident.vllm_version, total),
@@ -47,7 +68,7 @@ def _own_values(learned: list[Learned], incident: Incident, shape: ModelShape | 
     found: dict[str, float] = {}
     for item in learned:
         flag, own = item.change.flag, item.change.from_
-        if flag not in defaults or launch.get(flag) is None:
+        if flag not in defaults or command.get(flag) is None:
             continue
         value = defaults[flag] if own is None else float(own) if flag == UTILIZATION else whole_number(own)
         if value:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from datetime import datetime
 
-from . import back_up, control, launch, memory, watch
+from . import back_up, control, launch, memory, override, watch
 from .classify import classify
 from .classify.numbers import with_device_numbers, with_host_numbers
 from .context import Context, enter, say
@@ -16,6 +16,7 @@ from .evidence.life import Life
 from .incident import Evidence, Incident, Plan, Verdict
 from .journal import State
 from .policy.launch_command import redact
+from .policy.model_shape import ModelShape
 from .policy.plan import Attempt, plan_next
 from .redaction import for_journal
 from .target import shape_of
@@ -43,6 +44,19 @@ def hung(context: Context, reason: str) -> State:
     incident = _gather(context, context.life, alive=True)
     verdict = Verdict("hung", "likely", reason)
     return _decide(context, incident, verdict)
+
+
+def step_up(context: Context, shape: ModelShape | None) -> State | None:
+    """A step back up in the operator's window: an end of our own making, written down like any other."""
+    assert context.life is not None
+    incident = _gather(context, context.life, alive=True)
+    changes = back_up.changes_in_window(context, incident, shape)
+    if not changes:
+        return None
+    words = "; ".join(f"{change.flag} {change.to or 'as you have it'}: {change.why}" for change in changes)
+    verdict = Verdict("stopped", "proven", f"Stopped for a step back up in the {context.settings.step_up}.")
+    command = override.apply_changes(incident.command, changes)
+    return _decide(context, incident, verdict, Plan("adjust", words, changes, command))
 
 
 def _gather(context: Context, dead: Life, *, alive: bool = False) -> Incident:
@@ -80,11 +94,11 @@ def _with_devices(context: Context, incident: Incident) -> tuple[Incident, str |
     return dataclasses.replace(incident, gpus=named), reading.problem
 
 
-def _decide(context: Context, incident: Incident, verdict: Verdict) -> State:
+def _decide(context: Context, incident: Incident, verdict: Verdict, plan: Plan | None = None) -> State:
     """The plan, and the incident with both into the journal: one transaction, after which the dead life is history."""
     dead = context.life
     assert dead is not None
-    plan = plan_for(context, verdict, incident, waited=False)
+    plan = plan or plan_for(context, verdict, incident, waited=False)
     with context.journal.transaction():
         plan = back_up.plan_after_failed_notch(context, dead, verdict, _command_text(context)) or plan
         _close_previous(context, dead)

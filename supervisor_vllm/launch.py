@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from . import control, override
 from .context import Context, say
 from .control import ControlError
 from .errors import UserError
 from .incident import Change
+from .policy import limit
 from .policy.learned import changes_between
 from .supervisord_conf import ProgramSection, program, read_conf
 
@@ -42,6 +45,16 @@ def current_command(context: Context) -> str:
     """The raw command of the next launch, as it stands in the files (supervisord's expansions not expanded)."""
     base = user_section(context).command
     return override.apply_changes(base, learned_changes(context, base))
+
+
+def launches_left(context: Context) -> int | None:
+    """What the limit still allows; None: there is none."""
+    return limit.launches_left(
+        context.journal.own_launch_times(context.name),
+        last_healthy_time=context.journal.last_healthy_time(context.name),
+        now=time.time(),
+        settings=context.settings,
+    )
 
 
 def apply_override(context: Context, *, changed: bool) -> str | None:

@@ -14,9 +14,9 @@ from .diagnosis import plan_for, plan_for_journal
 from .evidence import processes
 from .incident import Plan
 from .journal import IncidentRow, State
-from .policy.limit import launches_left, restart_delay_sec
+from .policy.limit import restart_delay_sec
 
-#: supervisord's stop of a hung server: stopwaitsecs (the user's), then SIGKILL of the group.
+#: supervisord's stop of a server: stopwaitsecs (the user's), then SIGKILL of the group.
 STOP_LIMIT_SEC = 120.0
 
 
@@ -27,10 +27,15 @@ def current(context: Context) -> tuple[IncidentRow, Plan]:
     return row, row.plan
 
 
+def stops_first(row: IncidentRow) -> bool:
+    """It lives: it is hung, or its restart in the operator's window is our own wish."""
+    return row.verdict.kind == "hung" or (row.verdict.kind == "stopped" and row.plan.action == "adjust")
+
+
 def clear_away(context: Context, row: IncidentRow) -> None:
-    """What the dead life left behind ends: by pid and start time, nothing else. A hung server is stopped first."""
-    if row.verdict.kind == "hung":
-        _stop_hung(context)
+    """What the dead life left behind ends: by pid and start time, nothing else. One that lives is stopped first."""
+    if stops_first(row):
+        _stop(context)
     incident = context.journal.incident(row.id)
     left = tuple(ref for ref in (*incident.orphans, *incident.tree) if processes.alive(ref))
     left = tuple({(ref.pid, ref.start_time): ref for ref in left}.values())
@@ -46,7 +51,7 @@ def clear_away(context: Context, row: IncidentRow) -> None:
         say(context.name, f"still there after SIGKILL: {', '.join(map(str, result.survivors))}")
 
 
-def _stop_hung(context: Context) -> None:
+def _stop(context: Context) -> None:
     deadline = time.monotonic() + STOP_LIMIT_SEC
     stopped = False
     while time.monotonic() < deadline:
@@ -57,16 +62,6 @@ def _stop_hung(context: Context) -> None:
             control.stop(context.server, context.full_name)
             stopped = True
         watch.next_event(context, 0.5)  # its STOPPING and STOPPED are of our own making
-
-
-def launches_exhausted(context: Context) -> bool:
-    left = launches_left(
-        context.journal.own_launch_times(context.name),
-        last_healthy_time=context.journal.last_healthy_time(context.name),
-        now=time.time(),
-        settings=context.settings,
-    )
-    return left == 0
 
 
 def limit_reason(context: Context, row: IncidentRow) -> str:

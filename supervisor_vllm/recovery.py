@@ -72,7 +72,7 @@ def resume(context: Context) -> State:
 def _resume_running(context: Context, state: State, start_time: float) -> State:
     """It runs, but the journal doesn't know this process."""
     row = context.journal.program(context.name)
-    if state == "WAITING" and _is_hung(context, row.incident_id):
+    if state == "WAITING" and _lives_on(context, row.incident_id):
         return state
     context.launch_id = _planned_launch(context, row.incident_id) if state in ("STARTING", "VERIFYING") else None
     ours = context.launch_id is not None
@@ -83,8 +83,8 @@ def _resume_running(context: Context, state: State, start_time: float) -> State:
     return enter(context, "VERIFYING", "running; being verified", incident_id=row.incident_id if ours else None)
 
 
-def _is_hung(context: Context, incident_id: int | None) -> bool:
-    return incident_id is not None and context.journal.incident_row(incident_id).verdict.kind == "hung"
+def _lives_on(context: Context, incident_id: int | None) -> bool:
+    return incident_id is not None and preparation.stops_first(context.journal.incident_row(incident_id))
 
 
 # -- the states --------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def waiting(context: Context) -> State:
     preparation.clear_away(context, row)
     if plan.action == "hold":
         return preparation.hold(context, row, plan.reason)
-    if preparation.launches_exhausted(context):
+    if launch.launches_left(context) == 0:
         return preparation.hold(context, row, preparation.limit_reason(context, row))
     unchanged = plan.action in ("retry", "wait") and not preparation.waits_for_neighbour(row, plan)
     state = preparation.pause(context, row) if unchanged else None
@@ -214,13 +214,20 @@ def healthy(context: Context) -> State:
         next_check = time.monotonic() + interval_sec
         while not interval_sec or time.monotonic() < next_check:
             state = watch.wait(context, max(0.0, next_check - time.monotonic()) if interval_sec else None)
-            if state:
+            if state := state or _step_up(context):
                 return state
         target = health_target(context.section, launch.current_command(context), context.settings)
         reason = health.check_while_serving(target)
         failed_checks = failed_checks + 1 if reason else 0
         if reason and failed_checks >= FAILED_CHECKS_UNTIL_HUNG:
             return diagnosis.hung(context, reason)
+
+
+def _step_up(context: Context) -> State | None:
+    """In the operator's window: a restart of its own, where one is due. supervisord's ticks lead here."""
+    if context.life is None or not back_up.window_is_open(context):
+        return None
+    return diagnosis.step_up(context, shape_of(context.section, launch.current_command(context)))
 
 
 def held(context: Context) -> State:

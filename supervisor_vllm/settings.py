@@ -7,6 +7,7 @@ ignores sections that it doesn't know (measured, supervisor 4.3.0).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -119,6 +120,26 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
+_CLOCK = re.compile(r"window +([01]?\d|2[0-3]):([0-5]\d) *- *([01]?\d|2[0-3]):([0-5]\d)")
+
+
+def _step_up(text: str) -> str:
+    words = " ".join(text.split())
+    if words not in ("on-restart", "never") and not _CLOCK.fullmatch(words):
+        raise ValueError("wants on-restart, never, or window HH:MM-HH:MM")
+    return words
+
+
+def in_window(step_up: str, hour: int, minute: int) -> bool:
+    """Is that time of the day (local) in the window that `step_up` names? One over midnight may be."""
+    match = _CLOCK.fullmatch(step_up)
+    if match is None:
+        return False
+    begin, end = (int(match[i]) * 60 + int(match[i + 1]) for i in (1, 3))
+    now = hour * 60 + minute
+    return begin <= now < end if begin <= end else now >= begin or now < end
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.replace(",", " ").split())
 
@@ -199,7 +220,12 @@ TABLE = tuple(
             "what to keep when something must shrink: the context length, or concurrency",
         ),
         ("step_up_after_sec", _seconds, "quiet time after which a learned value moves half of the way back (0: never)"),
-        ("step_up", _one_of("on-restart", "never"), "when: at a restart that happens anyway, or never"),
+        (
+            "step_up",
+            _step_up,
+            "when: at a restart that happens anyway (on-restart), by a restart of its own, too, at that time of the day "
+            "(window HH:MM-HH:MM), or never",
+        ),
         ("mode", _one_of("act", "shadow"), "shadow: decide and record, change nothing"),
     )
 )

@@ -10,8 +10,10 @@ import pytest
 from host import Host
 from test_people import tight_host
 
+from supervisor_vllm.errors import UserError
 from supervisor_vllm.incident import Change
 from supervisor_vllm.policy.step_up import Learned, steps_up
+from supervisor_vllm.settings import in_window, parse_settings
 
 MakeHost = Callable[..., Host]
 UTIL, LEN, SEQS = "--gpu-memory-utilization", "--max-model-len", "--max-num-seqs"
@@ -70,6 +72,34 @@ def test_other_flags_and_odd_values_are_left_alone() -> None:
             [Learned(change, 0.0)], own={LEN: 5.0, UTIL: 0.9}, failed={}, last_memory_death=0, now=9 * DAY, after_sec=1
         )
         assert found == ()
+
+
+def test_the_operators_window() -> None:
+    assert parse_settings({"step_up": " window  2:30 - 04:00"}).step_up == "window 2:30 - 04:00"
+    for window, open_at, closed_at in (
+        ("window 2:30-04:00", ((2, 30), (3, 59)), ((2, 29), (4, 0), (14, 30))),
+        ("window 23:00-01:00", ((23, 0), (0, 59)), ((1, 0), (22, 59), (12, 0))),
+        ("on-restart", (), ((3, 0),)),
+        ("never", (), ((3, 0),)),
+    ):
+        assert all(in_window(window, *clock) for clock in open_at), window
+        assert not any(in_window(window, *clock) for clock in closed_at), window
+    for text in ("window", "window 25:00-26:00", "window 2-4", "at night"):
+        with pytest.raises(UserError, match="window HH:MM-HH:MM"):
+            parse_settings({"step_up": text})
+
+
+@pytest.mark.slow
+def test_in_the_window_it_restarts_by_itself_and_takes_back_what_fails(vllm_host: MakeHost) -> None:
+    host = tight_host(vllm_host).start(step_up_after_sec="1", step_up="window 00:00-23:59", start_limit_burst="4")
+    learned = int(host.wait_healthy_again()["changes"][0]["to"])
+    host.wait_healthy_again(3, 120)  # stopped for the step, which was too much, and what served before
+    stepped, failed = host.history()[1:3]
+    assert (stepped["verdict"]["kind"], stepped["outcome"]) == ("stopped", "died again")
+    assert "Stopped for a step back up in the window" in stepped["verdict"]["summary"]
+    assert learned < int(stepped["plan"]["changes"][0]["to"]) < 32768
+    assert failed["verdict"]["kind"] == "gpu_kv_small"
+    assert (failed["plan"]["changes"][0]["to"], failed["outcome"]) == (str(learned), "healthy")
 
 
 @pytest.mark.slow
