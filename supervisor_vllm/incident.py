@@ -102,7 +102,8 @@ class GpuHolder:
 @dataclass(frozen=True)
 class GpuMemory:
     """`index` is the driver's; MIG devices have that of their GPU, and its uuid in `parent_uuid`. `unified`: the host's
-    own memory (GB10, Jetson). `holders` is empty where the list can't be read, too: then `holders_known` is False."""
+    own memory (GB10, Jetson). `driver`: its version. `holders` is empty where the list can't be read, too: then
+    `holders_known` is False."""
 
     index: int
     uuid: str
@@ -115,6 +116,7 @@ class GpuMemory:
     gpu_instance: int | None = None
     compute_instance: int | None = None
     holders_known: bool = True
+    driver: str = ""
 
 
 @dataclass(frozen=True)

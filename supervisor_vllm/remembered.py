@@ -35,6 +35,7 @@ def fingerprint_of(context: Context, section: ProgramSection) -> Fingerprint:
         weights_bytes=weights_on_disk(folder) if folder else None,
         vllm_version=installed_version(parsed, environment),
         # a memory node's total may change while it runs (virtual machines)
+        driver=next((gpu.driver for gpu in devices), ""),
         devices=tuple(f"{gpu.name} {gpu.total_bytes}" for gpu in devices if not gpu.uuid.startswith("node")),
     )
 

@@ -40,6 +40,7 @@ def test_devices_and_who_holds_them(amd: Any) -> None:
     (device,) = reading.gpus
     assert (device.index, device.uuid, device.name) == (0, "GPU-ea5a7f2900000001", "AMD Instinct MI300X")
     assert (device.total_bytes, device.free_bytes) == (192 * GIB, 172 * GIB)
+    assert device.driver == "6.14.14"
     (holder,) = device.holders
     assert (holder.pid, holder.bytes) == (os.getpid(), 18 * GIB)
     assert holder.name == Path("/proc/self/comm").read_text().strip()

@@ -25,6 +25,7 @@ def test_devices_and_who_holds_them(gpus: Gpus, monkeypatch: pytest.MonkeyPatch)
     (holder,) = device.holders
     assert (holder.pid, holder.bytes, holder.name) == (process.pid, 18 * GIB, "sleep")
     assert device.free_bytes <= device.total_bytes - 18 * GIB
+    assert device.driver == "580.95.05"
 
 
 def seen(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> GpuReading:

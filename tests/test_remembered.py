@@ -21,7 +21,9 @@ from supervisor_vllm.policy.fingerprint import Fingerprint, deciding_flags, diff
 from supervisor_vllm.policy.launch_command import parse_launch
 
 MakeHost = Callable[..., Host]
-MINE = Fingerprint("org/m", (("dtype", "bfloat16"),), "abc", 15 * 10**9, "0.32.0", ("NVIDIA L4 23609999999",))
+MINE = Fingerprint(
+    "org/m", (("dtype", "bfloat16"),), "abc", 15 * 10**9, "0.32.0", ("NVIDIA L4 23609999999",), "580.95.05"
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,8 @@ MINE = Fingerprint("org/m", (("dtype", "bfloat16"),), "abc", 15 * 10**9, "0.32.0
         (dataclasses.replace(MINE, weights_bytes=8 * 10**9), "weights of another size"),
         (dataclasses.replace(MINE, vllm_version="0.33.0"), "another vLLM"),
         (dataclasses.replace(MINE, devices=("NVIDIA H100 85000000000",)), "other devices"),
+        (dataclasses.replace(MINE, driver="590.1"), "another driver (580.95.05 → 590.1)"),
+        (dataclasses.replace(MINE, driver=""), None),
         (dataclasses.replace(MINE, flags=(("dtype", "bfloat16"), ("quantization", "fp8"))), "--quantization"),
     ],
 )

@@ -66,6 +66,7 @@ def _memory_of(amdsmi: Any, handle: Any, place: int, problems: list[str]) -> Gpu
         free_bytes=max(0, total - used),
         holders=holders,
         holders_known=unknown is None,
+        driver=str((_said(amdsmi, "amdsmi_get_gpu_driver_info", handle) or {}).get("driver_version") or ""),
     )
 
 

@@ -177,13 +177,14 @@ def _memory_of(nvml: Any, handle: Any, index: int, problems: list[str], *, paren
         gpu_instance=_said(nvml, "nvmlDeviceGetGpuInstanceId", handle) if is_mig else None,
         compute_instance=_said(nvml, "nvmlDeviceGetComputeInstanceId", handle) if is_mig else None,
         holders_known=unknown is None,
+        driver=_said(nvml, "nvmlSystemGetDriverVersion") or "",
     )
 
 
-def _said(nvml: Any, call: str, handle: Any) -> Any:
-    """What one call says of a device; None where this GPU, driver or binding doesn't have it."""
+def _said(nvml: Any, call: str, *handle: Any) -> Any:
+    """What one call says (of a device); None where this GPU, driver or binding doesn't have it."""
     try:
-        value = getattr(nvml, call)(handle)
+        value = getattr(nvml, call)(*handle)
     except (nvml.NVMLError, AttributeError):
         return None
     return value.decode() if isinstance(value, bytes) else value

@@ -1,4 +1,4 @@
-"""What learned arguments belong to: this model, this vLLM, these devices, these flags. Pure.
+"""What learned arguments belong to: this model, vLLM, devices, driver and flags. Pure.
 
 A launch of the same thing starts right the first time; another model or version never gets what was learned of this.
 """
@@ -33,8 +33,8 @@ _DECIDING = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """None: not known here. `model_digest`: of its config.json; `weights_bytes`: of its files; `devices`: name and
-    total bytes of each, as the driver has them; `flags`: name and value, sorted."""
+    """None, or empty: not known here. `model_digest`: of its config.json; `weights_bytes`: of its files; `devices`:
+    name and total bytes of each, as the driver has them; `driver`: its version; `flags`: name and value, sorted."""
 
     model: str
     flags: tuple[tuple[str, ...], ...] = ()
@@ -42,6 +42,7 @@ class Fingerprint:
     weights_bytes: int | None = None
     vllm_version: str | None = None
     devices: tuple[str, ...] = ()
+    driver: str = ""
 
     @property
     def key(self) -> str:
@@ -62,6 +63,7 @@ def difference(learned_of: Fingerprint, now: Fingerprint) -> str | None:
     for name, before, after in (
         ("weights of another size", learned_of.weights_bytes, now.weights_bytes),
         ("another vLLM", learned_of.vllm_version, now.vllm_version),
+        ("another driver", learned_of.driver, now.driver),
         ("other devices", ", ".join(learned_of.devices), ", ".join(now.devices)),
     ):
         if before and after and before != after:

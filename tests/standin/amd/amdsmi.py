@@ -78,6 +78,10 @@ def amdsmi_get_gpu_asic_info(handle: int) -> dict[str, Any]:
     return {"market_name": device.get("name", "N/A"), "asic_serial": device.get("serial", "N/A")}
 
 
+def amdsmi_get_gpu_driver_info(handle: int) -> dict[str, str]:
+    return {"driver_name": "amdgpu", "driver_version": "6.14.14", "driver_date": "2026/01/01"}
+
+
 def amdsmi_get_gpu_device_uuid(handle: int) -> str:
     return f"{handle:08x}-0000-1000-8000-000000000000"
 
