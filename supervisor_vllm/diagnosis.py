@@ -102,7 +102,10 @@ def _decide(context: Context, incident: Incident, verdict: Verdict, plan: Plan |
     with context.journal.transaction():
         plan = back_up.plan_after_failed_notch(context, dead, verdict, _command_text(context)) or plan
         _close_previous(context, dead)
-        incident_id = context.journal.add_incident(for_journal(incident), verdict, plan_for_journal(plan))
+        in_shadow = context.settings.mode == "shadow"
+        incident_id = context.journal.add_incident(
+            for_journal(incident), verdict, plan_for_journal(plan), in_shadow=in_shadow
+        )
         context.journal.set_life(context.name, None)
         context.journal.set_served(context.name, None)
         say(context.name, f"{verdict.kind} ({verdict.confidence}): {verdict.summary}")
@@ -111,7 +114,7 @@ def _decide(context: Context, incident: Incident, verdict: Verdict, plan: Plan |
         if plan.action == "none":
             context.journal.close_incident(incident_id, "held")  # it stays down until a person starts it
             state = "WATCHING"
-        elif context.settings.mode == "shadow":
+        elif in_shadow:
             state, reason = "WATCHING", f"shadow mode: would {plan.action}: {plan.reason}"
         enter(context, state, reason, incident_id=incident_id)
     context.life = None
@@ -120,7 +123,8 @@ def _decide(context: Context, incident: Incident, verdict: Verdict, plan: Plan |
 
 def plan_for(context: Context, verdict: Verdict, incident: Incident, *, waited: bool) -> Plan:
     attempts = tuple(
-        Attempt(row.verdict.kind, row.plan.changes) for row in context.journal.incidents_since_healthy(context.name)
+        Attempt(row.verdict.kind, () if row.in_shadow else row.plan.changes)
+        for row in context.journal.incidents_since_healthy(context.name)
     )
     command = _command_text(context)
     return plan_next(

@@ -28,8 +28,8 @@ FILE_NAME = "journal.sqlite3"
 State = Literal["WATCHING", "DIAGNOSING", "WAITING", "STARTING", "VERIFYING", "HEALTHY", "HELD"]
 StartedBy = Literal["supervisor-vllm", "person", "supervisord"]
 
-_LAUNCH_COLUMNS = "id, program, incident_id, time, started_by, pid, healthy_time"
-_SCHEMA_VERSION = 2
+_LAUNCH_COLUMNS = "id, program, incident_id, time, started_by, pid, healthy_time, command"
+_SCHEMA_VERSION = 3
 #: What each version added; a journal of an older one gets what it hasn't yet.
 _SCHEMAS = {
     1: """
@@ -102,6 +102,10 @@ CREATE TABLE notch (
     failed_time REAL
 );
 """,
+    3: """
+ALTER TABLE launch ADD COLUMN command TEXT;
+ALTER TABLE incident ADD COLUMN in_shadow INTEGER NOT NULL DEFAULT 0;
+""",
 }
 
 
@@ -128,6 +132,8 @@ class IncidentRow:
     outcome: str
     healthy_time: float | None
     launches: int
+    #: decided and recorded, and not carried out
+    in_shadow: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,8 @@ class LaunchRow:
     started_by: StartedBy
     pid: int | None
     healthy_time: float | None
+    #: None: it died before its process was seen
+    command: str | None = None
 
 
 @dataclass(frozen=True)
@@ -219,12 +227,17 @@ class Journal:
 
     # -- incidents ---------------------------------------------------------------------------------------------------
 
-    def add_incident(self, incident: Incident, verdict: Verdict, plan: Plan) -> int:
+    def add_incident(self, incident: Incident, verdict: Verdict, plan: Plan, *, in_shadow: bool = False) -> int:
         with self.transaction() as sql:
             cursor = sql.execute(
-                "INSERT INTO incident (program, time, incident, verdict, plan, outcome) "
-                "VALUES (?, ?, ?, ?, ?, 'running')",
-                (incident.program, time.time(), *(_dump(to_json(value)) for value in (incident, verdict, plan))),
+                "INSERT INTO incident (program, time, in_shadow, incident, verdict, plan, outcome) "
+                "VALUES (?, ?, ?, ?, ?, ?, 'running')",
+                (
+                    incident.program,
+                    time.time(),
+                    in_shadow,
+                    *(_dump(to_json(value)) for value in (incident, verdict, plan)),
+                ),
             )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -266,15 +279,15 @@ class Journal:
 
     def _incidents(self, where: str, values: tuple[Any, ...]) -> Iterator[IncidentRow]:
         rows = self.connection.execute(
-            "SELECT id, program, time, verdict, plan, outcome, healthy_time, "
+            "SELECT id, program, time, verdict, plan, outcome, healthy_time, in_shadow, "
             "(SELECT COUNT(*) FROM launch WHERE launch.incident_id = incident.id AND started_by = 'supervisor-vllm') "
             f"FROM incident {where} ORDER BY id",
             values,
         )
-        for id_, program, when, verdict, plan, outcome, healthy_time, launches in rows:
+        for id_, program, when, verdict, plan, outcome, healthy_time, in_shadow, launches in rows:
             yield IncidentRow(
                 id_, program, when, from_json(Verdict, json.loads(verdict)), from_json(Plan, json.loads(plan)),
-                outcome, healthy_time, launches,
+                outcome, healthy_time, launches, bool(in_shadow),
             )  # fmt: skip
 
     # -- launches ----------------------------------------------------------------------------------------------------
@@ -294,9 +307,9 @@ class Journal:
         row = self.connection.execute(f"SELECT {_LAUNCH_COLUMNS} FROM launch WHERE id = ?", (launch_id,)).fetchone()
         return LaunchRow(*row)
 
-    def set_launch_pid(self, launch_id: int, pid: int) -> None:
+    def set_launch_process(self, launch_id: int, pid: int, command: str | None) -> None:
         with self.transaction() as sql:
-            sql.execute("UPDATE launch SET pid = ? WHERE id = ?", (pid, launch_id))
+            sql.execute("UPDATE launch SET pid = ?, command = ? WHERE id = ?", (pid, command, launch_id))
 
     def set_launch_healthy(self, launch_id: int, when: float) -> None:
         with self.transaction() as sql:

@@ -43,6 +43,9 @@ def print_status(status: dict[str, Any]) -> None:
         console.print(_pairs(rows))
 
 
+_JUDGEMENTS = {"right": "proved right: ", "wrong": "proved wrong: ", "open": ""}
+
+
 def print_history(history: dict[str, Any]) -> None:
     console = _console()
     if not history["incidents"]:
@@ -55,6 +58,8 @@ def print_history(history: dict[str, Any]) -> None:
         outcome = row["outcome"]
         if row["seconds_to_healthy"] is not None:
             outcome += f" after {row['seconds_to_healthy']:.0f} s"
+        if seen_later := row["hindsight"]:
+            outcome += f"\nshadow: {_JUDGEMENTS[seen_later['judgement']]}{seen_later['why']}"
         changes = "; ".join(change_text(change) for change in row["plan"]["changes"])
         table.add_row(
             str(row["id"]),

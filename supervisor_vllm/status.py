@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import datetime
 from typing import Any
@@ -10,6 +11,7 @@ from .config_file import Config, ProgramConfig
 from .explanation import verdict_json
 from .incident import to_json
 from .journal import IncidentRow, Journal
+from .policy.hindsight import Followed, Hindsight, hindsight
 from .policy.limit import launches_left
 
 
@@ -42,10 +44,25 @@ def status_json(journal: Journal, config: Config, names: tuple[str, ...]) -> dic
 
 
 def history_json(journal: Journal, program: str | None) -> dict[str, Any]:
-    return {"incidents": [incident_json(row) for row in journal.incidents(program)]}
+    return {"incidents": [incident_json(row, _hindsight(journal, row)) for row in journal.incidents(program)]}
 
 
-def incident_json(row: IncidentRow) -> dict[str, Any]:
+def _hindsight(journal: Journal, row: IncidentRow) -> Hindsight | None:
+    """None: the plan was carried out, and the outcome says how that went."""
+    if row.outcome == "held" or not row.in_shadow:
+        return None
+    later = [launch for launch in journal.launches(row.program) if launch.time >= row.time]
+    if not later:
+        return hindsight(row.verdict.kind, row.plan, "", None)
+    end = later[1].time if len(later) > 1 else math.inf
+    deaths = [other for other in journal.incidents(row.program) if later[0].time <= other.time <= end]
+    command = later[0].command or (journal.incident(deaths[0].id).command if deaths else "")
+    healthy = later[0].healthy_time is not None
+    followed = Followed(command, healthy, deaths[0].verdict.kind if deaths else None)
+    return hindsight(row.verdict.kind, row.plan, journal.incident(row.id).command, followed)
+
+
+def incident_json(row: IncidentRow, seen_later: Hindsight | None = None) -> dict[str, Any]:
     seconds = None if row.healthy_time is None else round(max(0.0, row.healthy_time - row.time), 3)
     return {
         "id": row.id,
@@ -56,6 +73,7 @@ def incident_json(row: IncidentRow) -> dict[str, Any]:
         "launches": row.launches,
         "outcome": row.outcome,
         "seconds_to_healthy": seconds,
+        "hindsight": to_json(seen_later),
     }
 
 

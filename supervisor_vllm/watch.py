@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import time
 
-from . import control, output, user_file
+from . import control, launch, output, user_file
 from .context import Context, Stopping, enter, say
 from .control import ControlError
+from .errors import UserError
 from .evidence import life, processes
 from .evidence.life import Life
 from .inbox import PID_DIED, STOP, TICK, Event
 from .incident import ProcessRef, to_json
 from .journal import StartedBy, State
+from .policy.launch_command import redact
 
 #: A launch within this time of the listener's own start came with supervisord's start, not from a person.
 AUTOSTART_WINDOW_SEC = 10.0
@@ -214,9 +216,16 @@ def begin_life(context: Context, leader: ProcessRef) -> None:
     marks = context.log_marks or life.mark_logs(log_paths(context), ())
     born = life.begin(leader, marks, context.roots, launch_id=context.launch_id)
     with context.journal.transaction():
-        context.journal.set_launch_pid(context.launch_id, leader.pid)
+        context.journal.set_launch_process(context.launch_id, leader.pid, _command(context))
         watch(context, born)
     context.launch_id = None
+
+
+def _command(context: Context) -> str | None:
+    try:
+        return redact(launch.current_command(context))
+    except UserError:  # the section is being edited
+        return None
 
 
 def watch(context: Context, born: Life) -> None:

@@ -186,6 +186,24 @@ def test_shadow_mode_changes_nothing(vllm_host: MakeHost) -> None:
     assert "shadow" in host.listener_log()
 
 
+def test_shadow_mode_says_what_the_next_launch_proved(vllm_host: MakeHost) -> None:
+    host = tight_host(vllm_host, startretries=0, autorestart="false").start(mode="shadow")
+    host.wait(lambda status: status["incidents"] == 1, "the first death")
+    assert host.history()[0]["hindsight"]["judgement"] == "open"
+    host.supervisord.rpc.startProcess("vllm", False)
+    host.wait(lambda status: status["incidents"] == 2, "the second death")
+    first, second = host.history()
+    assert first["hindsight"] == {"judgement": "right", "why": "started unchanged, it died of the same again"}
+    assert second["plan"]["changes"] == first["plan"]["changes"]  # the first one's were never tried
+    planned = first["plan"]["changes"][0]["to"]
+    text = host.user_file.read_text()
+    host.user_file.write_text(text.replace(host.command, f"{host.command} --max-model-len {planned}"))
+    host.supervisord.ctl("update")
+    host.wait_state("HEALTHY")
+    assert host.history()[1]["hindsight"] == {"judgement": "right", "why": "changed like this, or further, it served"}
+    assert "proved right" in host.verb("history").stdout
+
+
 @pytest.mark.parametrize(
     "access", [{"password": "p%ss w0rd"}, {"http": "inet"}, {"http": "inet", "password": "secret"}]
 )
